@@ -1,0 +1,314 @@
+"""NVFP4 in plain torch: the arithmetic on which rollout engine and trainer agree, bit for bit.
+
+NVFP4 stores a number in 4 bits (E2M1: 0 .5 1 1.5 2 3 4 6 and a sign) under two scales: one E4M3 byte
+per 16 values, and one fp32 number per row (activations: one per token) or per matrix (weights). With
+S the encode scale of the row or matrix, all arithmetic in fp32, round to nearest, ties to even:
+
+    amax = max |x|                                    over the row, or the matrix
+    S    = min(2688 / amax, FLT_MAX)                  1 if amax = 0;  2688 = 6 * 448
+    g    = 1 / S                                      stored as `global_scale`
+    s_b  = E4M3(min(bmax * (S * (1/6)), 448))         bmax = max |x| in the 16-block; `scale`
+    enc  = min(1 / (s_b * g), FLT_MAX)
+    code = E2M1(clamp(x * enc, -6, 6))                a block with s_b = 0 stores code 0
+    x^   = value(code) * (s_b * g)
+
+Why 6 and 448: they are the largest E2M1 and E4M3 values. The largest value of the row then lands on
+6 * 448 * g exactly, and every block scale fits E4M3 without saturating.
+
+Exact planes. value(code) * s_b has at most 6 significant bits, so it is exact in fp16 and bf16. A
+tensor core of any age that multiplies these *planes* and accumulates in fp32, with g applied to the
+fp32 sum afterwards, therefore computes the numbers of a native FP4 GEMM up to the order of that sum.
+This is why the method can be studied without FP4 hardware. It emulates the numbers, not the speed.
+Rounding x^ itself, with g folded in, to bf16 would change nearly every entry: nobody here does.
+
+The residual split below is the arithmetic of RAC (residual activation compensation): what the first
+packet lost, in the channels where it lost most, is quantized once more under the same g.
+
+Source: the order of operations is that of the NVFP4 reference quantizers that production stacks
+compare with; residual compensation is from QUADS, arXiv 2607.15810. Next: model.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+
+QBLOCK = 16  # values that share one E4M3 scale
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # index = code without its sign bit
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class NVFP4Tensor(NamedTuple):
+    """A quantized tensor of logical shape (..., K): 4.5 bits a value, and its global scales."""
+
+    packed: torch.Tensor  # (..., K // 2) uint8, two codes a byte, the even index in the low nibble
+    scale: torch.Tensor  # (..., K // 16) float8_e4m3fn, one per block
+    global_scale: torch.Tensor  # fp32: (..., 1) for outer="row", (..., 1, 1) for outer="tensor"
+
+
+class Encoded(NamedTuple):
+    """The same before packing. `planes` and `dequantize` are its two readings."""
+
+    value: torch.Tensor  # (..., K / 16, 16) fp32, on the E2M1 grid
+    scale: torch.Tensor  # (..., K / 16) float8_e4m3fn
+    global_scale: torch.Tensor
+
+    def planes(self) -> torch.Tensor:
+        """value * s_b, without g: (..., K) fp32, exact in bf16 and fp16."""
+        return (self.value * self.scale.float().unsqueeze(-1)).flatten(-2)
+
+    def dequantize(self) -> torch.Tensor:
+        """x^ = value * (s_b * g): (..., K) fp32. The association is part of the format."""
+        return (self.value * (self.scale.float() * self.global_scale).unsqueeze(-1)).flatten(-2)
+
+    def pack(self) -> NVFP4Tensor:
+        """Codes to bytes: [1.0, 6.0] -> codes 2, 7 -> 0x72."""
+        magnitudes = self.value.new_tensor(E2M1_VALUES)
+        code = torch.bucketize(self.value.abs(), magnitudes) + 8 * torch.signbit(self.value)
+        low, high = rearrange(code.to(torch.uint8), "... b (k two) -> two ... (b k)", two=2)
+        return NVFP4Tensor(low | (high << 4), self.scale, self.global_scale)
+
+
+# ---- the quantizer
+
+
+def round_to_e2m1(y: torch.Tensor) -> torch.Tensor:
+    """Round fp32 values in [-6, 6] to the E2M1 grid, ties to even; the sign of zero survives.
+
+    E2M1 keeps one mantissa bit, and its smallest spacing is 0.5. So the spacing at y is half the
+    power of two at or below |y|, but that power of two never counts as less than 1.
+
+    >>> round_to_e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, -5.0])).tolist()
+    [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, -4.0]
+    """
+    bits = y.abs().clamp(min=1.0).view(torch.int32)
+    power = (bits & 0x7F800000).view(torch.float32)  # the exponent alone: 1, 2 or 4
+    return torch.round(y / power * 2.0) * (power * 0.5)  # torch.round is ties-to-even
+
+
+def _encode_scales(x: torch.Tensor, outer: str) -> torch.Tensor:
+    """S of the formula above: (..., 1) or (..., 1, 1) fp32. inf or NaN in x gives 0 or NaN."""
+    amax = x.abs().amax((-1,) if outer == "row" else (-2, -1), keepdim=True)
+    # tensor / tensor: with a Python number torch would multiply by a rounded reciprocal
+    S = (torch.full_like(amax, E2M1_MAX * E4M3_MAX) / amax).clamp(max=FLT_MAX)
+    return torch.where(amax == 0, 1.0, S)
+
+
+def _encode_blocks(x: torch.Tensor, S: torch.Tensor) -> Encoded:
+    """Quantize fp32 x (..., K) under the given encode scale S."""
+    g = S.reciprocal()
+    blocks = rearrange(x, "... (b k) -> ... b k", k=QBLOCK)  # (..., K / 16, 16)
+    bmax = blocks.abs().amax(-1)
+    scale = (bmax * (S * (1 / 6))).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)  # clamp, then cast
+    enc = (scale.float() * g).reciprocal().clamp(max=FLT_MAX).unsqueeze(-1)
+    value = round_to_e2m1((blocks * enc).clamp(-E2M1_MAX, E2M1_MAX))
+    return Encoded(torch.where((scale.float() == 0).unsqueeze(-1), 0.0, value), scale, g)
+
+
+def encode(x: torch.Tensor, outer: str = "row") -> Encoded:
+    """`quantize` without packing and without the device sync of its checks.
+
+    inf or NaN in a row makes that row's `global_scale` inf or NaN, so it reaches every output that
+    the row feeds: it cannot hide behind a finite code.
+    """
+    x = x.float()
+    return _encode_blocks(x, _encode_scales(x, outer))
+
+
+def quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> NVFP4Tensor:
+    """Quantize x to NVFP4 (formula: module docstring).
+
+    Args:
+        x: (..., K) bf16, fp16 or fp32; K a positive multiple of 16. Not modified.
+        outer: what shares a global scale: "row" the last dimension, "tensor" the last two.
+        name: what error messages call x.
+    Returns:
+        NVFP4Tensor on x's device.
+    Raises:
+        ValueError: wrong dtype, shape or `outer`; inf or NaN in x (costs one device sync).
+
+    >>> q = quantize(torch.tensor([[1.0, 6.0] + [0.0] * 14]))
+    >>> hex(q.packed[0, 0]), q.scale.item(), dequantize(q)[0, :2].tolist()
+    ('0x72', 448.0, [1.0, 6.0])
+    """
+    _check_input("quantize", x, outer, name)
+    return _check_finite("quantize", encode(x, outer), name).pack()
+
+
+def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """x^ = value(code) * (s_b * g), computed in fp32, then cast to `dtype`: (..., K)."""
+    return unpack(t).dequantize().to(dtype)
+
+
+def unpack(t: NVFP4Tensor) -> Encoded:
+    """Bytes to values: the inverse of `Encoded.pack`."""
+    codes = rearrange([t.packed & 0xF, t.packed >> 4], "two ... k -> ... (k two)").int()
+    table = t.global_scale.new_tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES))
+    value = rearrange(table[codes], "... (b k) -> ... b k", k=QBLOCK)
+    return Encoded(value, t.scale, t.global_scale)
+
+
+def fake_quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> torch.Tensor:
+    """dequantize(quantize(x)) in one go: (..., K) fp32. No gradient: that is qat.py's business."""
+    _check_input("fake_quantize", x, outer, name)
+    return _check_finite("fake_quantize", encode(x, outer), name).dequantize()
+
+
+# ---- the residual split (RAC)
+
+
+def selected_groups(groups: int, ratio: float) -> int:
+    """How many of `groups` a ratio keeps: at least one, unless the ratio is 0.
+
+    >>> [selected_groups(8, r) for r in (0, 0.01, 0.5, 0.5625, 1)]
+    [0, 1, 4, 5, 8]
+    """
+    return max(1, int(ratio * groups + 0.5)) if ratio > 0 else 0
+
+
+def tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over dim 0 by adding neighbours (0 + 1, 2 + 3, ...), then neighbours of these, and so on.
+
+    The order is fixed, whatever the device and tile size, so that a mask chosen from such sums is too.
+    """
+    if x.shape[0] == 0:
+        return x.new_zeros(x.shape[1:])
+    while x.shape[0] > 1:
+        if x.shape[0] % 2:
+            x = torch.cat([x, torch.zeros_like(x[:1])])
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
+def choose_channels(
+    residual: torch.Tensor, ratio: float, unit: str, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The channel mask of RAC: the groups that hold most residual energy over the live rows.
+
+    Args:
+        residual: (M, K) fp32, x - x^.
+        ratio: share of the groups to keep, 0 to 1.
+        unit: a group is a 16-block ("block") or a channel ("channel").
+        rows: (M,) bool, which rows are live; None: all.
+    Returns:
+        (K,) bool. Ties go to the lower index.
+    """
+    energy = residual.square()
+    if rows is not None:
+        energy = torch.where(rows.unsqueeze(-1), energy, 0.0)
+    width = QBLOCK if unit == "block" else 1
+    energy = tree_sum(tree_sum(rearrange(energy, "m (b k) -> k m b", k=width)))  # (K / width,) fp32
+    keep = selected_groups(energy.numel(), ratio)
+    order = energy.sort(descending=True, stable=True).indices
+    mask = torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, order[:keep], True)
+    return mask.repeat_interleave(width, output_size=energy.numel() * width)
+
+
+def encode_with_residual(
+    x: torch.Tensor,
+    ratio: float = 0.5,
+    unit: str = "block",
+    outer: str = "row",
+    rows: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> tuple[Encoded, Encoded, torch.Tensor]:
+    """`quantize_with_residual` without packing and without the device sync of its checks."""
+    x = x.float()
+    S = _encode_scales(x, outer)
+    main = _encode_blocks(x, S)
+    residual = x - main.dequantize()
+    if mask is None:
+        flat_rows = None if rows is None else rows.flatten()
+        mask = choose_channels(residual.reshape(-1, x.shape[-1]), ratio, unit, flat_rows)
+    return main, _encode_blocks(torch.where(mask, residual, 0.0), S), mask
+
+
+def quantize_with_residual(
+    x: torch.Tensor,
+    ratio: float = 0.5,
+    unit: str = "block",
+    outer: str = "row",
+    rows: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    name: str = "x",
+) -> tuple[NVFP4Tensor, NVFP4Tensor, torch.Tensor]:
+    """Quantize x, then quantize what that lost in the worst channels, under the same global scale.
+
+        r = x - x^,   r^ = DQ(Q(r * m)) with x's own g and new block scales,   x ~ x^ + r^
+
+    Args:
+        x: (..., K) bf16, fp16 or fp32; K a positive multiple of 16.
+        ratio: share of the groups that m keeps, 0 to 1: max(1, floor(ratio * groups + 0.5)).
+        unit: "block" (16 channels share their fate, as they share a scale) or "channel".
+        outer: as in `quantize`.
+        rows: x.shape[:-1] bool: the rows whose residual counts in choosing m; None: all.
+        mask: (K,) bool: use this m and choose nothing.
+    Returns:
+        (main, residual, m): the main packet is exactly `quantize(x)`.
+    Raises:
+        ValueError: as `quantize`; a ratio, unit, rows or mask outside the above.
+    Source: QUADS (arXiv 2607.15810), residual activation compensation.
+    """
+    where = "quantize_with_residual"
+    _check_input(where, x, outer, name)
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"{where}: ratio is a share from 0 to 1, got {ratio}")
+    if unit not in ("block", "channel"):
+        raise ValueError(f"{where}: unit is 'block' or 'channel', got {unit!r}")
+    for what, t, shape in (("rows", rows, x.shape[:-1]), ("mask", mask, x.shape[-1:])):
+        if t is not None and (t.dtype != torch.bool or t.shape != shape):
+            raise ValueError(
+                f"{where}: {what} must be bool of shape {tuple(shape)}, got {t.dtype} {tuple(t.shape)}"
+            )
+    main, residual, mask = encode_with_residual(x, ratio, unit, outer, rows, mask)
+    return _check_finite(where, main, name).pack(), residual.pack(), mask
+
+
+# ---- fp8, for the mode that NVFP4 is compared with
+
+
+def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 with one scale a row: x ~ plane * scale, scale = amax / 448 (1 if amax = 0).
+
+    Args:
+        x: (..., K) bf16, fp16 or fp32.
+    Returns:
+        plane (..., K) float8_e4m3fn, scale (..., 1) fp32. inf or NaN in a row makes its scale so.
+    """
+    x = x.float()
+    amax = x.abs().amax(-1, keepdim=True)
+    scale = torch.where(amax == 0, 1.0, amax / torch.full_like(amax, E4M3_MAX))
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+# ---- checks
+
+
+def _check_input(where: str, x: torch.Tensor, outer: str, name: str) -> None:
+    if outer not in ("row", "tensor"):
+        raise ValueError(f"{where}: outer is 'row' or 'tensor', got {outer!r}")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"{where}: {name} must be bf16, fp16 or fp32, got {x.dtype}; cast it first"
+        )
+    least = 1 if outer == "row" else 2
+    if x.dim() < least:
+        raise ValueError(
+            f"{where}: outer={outer!r} needs {least} dims or more, {name} has shape {tuple(x.shape)}"
+        )
+    K = x.shape[-1]
+    if K == 0 or K % QBLOCK:
+        raise ValueError(
+            f"{where}: last dim K={K} of {name} is not a positive multiple of {QBLOCK} (QBLOCK); "
+            f"pad to {max(1, -(-K // QBLOCK)) * QBLOCK}"
+        )
+    if outer == "tensor" and x.shape[-2] == 0:
+        raise ValueError(f"{where}: {name} of shape {tuple(x.shape)} has no rows to share a scale")
+
+
+def _check_finite(where: str, encoded: Encoded, name: str) -> Encoded:
+    if not torch.isfinite(encoded.global_scale).all():
+        raise ValueError(f"{where}: {name} holds inf or NaN; NVFP4 has neither, so find its source")
+    return encoded
