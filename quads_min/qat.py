@@ -1,0 +1,143 @@
+"""The trainer's side: fake-quantized experts with a straight-through backward.
+
+*Asymmetric* here means that the two sides quantize differently. The engine must quantize weights and
+activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weights alone:
+
+- Weights are copied. The trainer's Q(V) and the engine's are the same function of the same tensor, so
+  after a sync both multiply identical numbers, bit for bit: weight error is gone as a mismatch, and
+  training learns around it.
+- Activations are recomputed on each side, from inputs that already differ a little (bf16 against fp32
+  residual stream, another batch shape). Q amplifies the difference: two inputs on either side of a
+  rounding threshold come out a whole E2M1 step apart. Fake-quantizing them in the trainer too
+  (mode `sym`) adds this error on a second side instead of cancelling the first one's.
+
+With V = W / o (o: model.py) and Q, DQ of nvfp4.py, one GEMM of the trainer is
+
+    forward    V^ = DQ(Q(V)),  y = x V^T                          the product of exact planes, g after
+    backward   dL/dV = dL/dV^ = dL/dy^T x,   dL/dx = dL/dy V^     straight through: Q is skipped
+
+hence dL/dW = dL/dV^ / o, by autograd through W / o. Every element passes its gradient, the block's
+maximum included. Next: modes.py, the table that picks the formats.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from quads_min import nvfp4
+from quads_min.model import (
+    ExpertLinear,
+    ModelConfig,
+    MoETransformer,
+    Routing,
+    from_tiles,
+    sum_per_expert,
+    to_tiles,
+)
+from quads_min.modes import Arithmetic
+
+
+class Operand(NamedTuple):
+    """One GEMM input as plane * scale: the plane exact in bf16, the scale applied to the fp32 sum."""
+
+    plane: torch.Tensor  # x: (rows, K); w: (E, N, K); fp32
+    scale: torch.Tensor | None  # x: (rows, 1); w: (E, 1, 1) or (E, N, 1); fp32; None: 1
+
+    def value(self) -> torch.Tensor:
+        """The number that the plane and its scale stand for, fp32."""
+        return self.plane if self.scale is None else self.plane * self.scale
+
+
+def encode_weight(v: torch.Tensor, fmt: str) -> Operand:
+    """V (E, N, K), rounded to bf16, in format `fmt`: what the GEMM of either side multiplies."""
+    v = v.detach().to(torch.bfloat16)
+    if fmt == "bf16":
+        return Operand(v.float(), None)
+    if fmt == "fp8":
+        plane, scale = nvfp4.encode_fp8(v)
+        return Operand(plane.float(), scale)
+    encoded = nvfp4.encode(v, outer="tensor")
+    return Operand(encoded.planes(), encoded.global_scale)
+
+
+def encode_activation(x: torch.Tensor, fmt: str) -> Operand:
+    """x (rows, K) bf16 in format `fmt`, without residual compensation."""
+    x = x.detach()
+    if fmt == "bf16":
+        return Operand(x.float(), None)
+    if fmt == "fp8":
+        plane, scale = nvfp4.encode_fp8(x)
+        return Operand(plane.float(), scale)
+    encoded = nvfp4.encode(x)
+    return Operand(encoded.planes(), encoded.global_scale)
+
+
+def grouped_matmul(
+    x: Operand, w: Operand, routing: Routing, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y[slot] = x[slot's row] @ w[slot's expert]^T for all experts at once: (S, N) fp32.
+
+    Planes are multiplied in fp32 (their products are exact), the scales applied to the sum.
+    `residual`: the plane (rows, K) of RAC's second packet, under x's scale; its product is added to
+    the same accumulator before the scales.
+    """
+    weight = w.plane.index_select(0, routing.expert_of_tile).mT  # (tiles, K, N)
+    y = torch.bmm(to_tiles(x.plane, routing), weight)
+    if residual is not None:
+        y = torch.baddbmm(y, to_tiles(residual, routing), weight)
+    if w.scale is not None:
+        y = y * w.scale[routing.expert_of_tile].mT
+    y = from_tiles(y, routing)
+    if x.scale is not None:
+        y = y * x.scale.repeat_interleave(routing.slots_per_row(x.plane), 0, output_size=len(y))
+    return y
+
+
+class StraightThroughMatmul(torch.autograd.Function):
+    """grouped_matmul of quantized operands whose gradient goes to what they were quantized from."""
+
+    @staticmethod
+    def forward(ctx, x, v, x_hat: Operand, v_hat: Operand, routing: Routing):
+        """x (rows, K), v (E, N, K): only their gradients matter. Returns (S, N) fp32."""
+        ctx.x_hat, ctx.v_hat, ctx.routing, ctx.dtype = x_hat, v_hat, routing, x.dtype
+        return grouped_matmul(x_hat, v_hat, routing)
+
+    @staticmethod
+    def backward(ctx, dy):
+        routing = ctx.routing
+        dy = to_tiles(dy, routing)  # (tiles, tile_rows, N); empty rows are zero
+        dv = sum_per_expert(dy.mT @ to_tiles(ctx.x_hat.value(), routing), routing)
+        weight = ctx.v_hat.value().index_select(0, routing.expert_of_tile)  # (tiles, N, K)
+        dx = from_tiles(dy @ weight, routing)  # (S, K)
+        slots = routing.slots_per_row(ctx.x_hat.plane)
+        dx = dx.unflatten(0, (-1, slots)).sum(1)  # a row's slots added up
+        return dx.to(ctx.dtype), dv, None, None, None
+
+
+class FakeQuantExperts(ExpertLinear):
+    """The trainer's expert matmul: fp32 master weights, quantized on the way into each product."""
+
+    def __init__(self, experts, n, k, outliers, arithmetic: Arithmetic):
+        super().__init__(experts, n, k, outliers)
+        self.arithmetic = arithmetic
+        self.weight = nn.Parameter(torch.randn(experts, n, k) * k**-0.5)
+        self.consumed: Operand | None = None  # the weights of the latest product, for train.py
+
+    def scaled_weight(self) -> torch.Tensor:
+        """V = W / o, (E, N, K): what is quantized, here and in the engine."""
+        return self.weight if self.outliers is None else self.weight / self.outliers
+
+    def product(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
+        v = self.scaled_weight()
+        self.consumed = encode_weight(v, self.arithmetic.weights)
+        x_hat = encode_activation(x, self.arithmetic.activations)
+        return StraightThroughMatmul.apply(x, v, x_hat, self.consumed, routing)
+
+
+def make_policy(config: ModelConfig, arithmetic: Arithmetic) -> MoETransformer:
+    """The trainer's model: fp32 master weights and residual stream, experts in `arithmetic`."""
+    if arithmetic.rac_ratio:
+        raise ValueError(f"RAC is the engine's part; the trainer cannot run {arithmetic}")
+    return MoETransformer(config, partial(FakeQuantExperts, arithmetic=arithmetic))
