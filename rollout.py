@@ -1,0 +1,316 @@
+"""The rollout engine: a quantized snapshot of the policy that generates completions.
+
+    engine = Engine(policy, arithmetic)
+    engine.sync()                                    weights: master -> packed, once per update
+    rollout = engine.generate(prompts, ...)          tokens, and the log-probs they were sampled with
+
+Activations are quantized online, in every expert GEMM of every decode step; so is the residual of
+RAC, whose channel mask is chosen anew in each GEMM over the sequences that are still running:
+
+    r = x - x^,   m = the blocks with most energy in r,   r^ = DQ(Q(r * m)),   y = (x^ + r^) V^^T
+
+Residual stream, KV cache and dense weights are bf16 here (the trainer keeps fp32 masters and an fp32
+residual stream): the natural drift between two sides that would otherwise compute the same.
+
+As a script:
+
+    python rollout.py                                          prompts, completions, right or wrong
+    python rollout.py --eval CHECKPOINT --arithmetic bf16,w4a4,w4a4+rac      pass@1 in each of them
+
+The second is the control that tells *deployment loss* (the policy is good, the arithmetic it is
+served in hurts) from *RL collapse* (the policy itself went bad). Next: train.py.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quads_min import checkpoint, nvfp4
+from quads_min.grpo import token_logprobs
+from quads_min.model import Cache, ExpertLinear, MoETransformer, Routing, route
+from quads_min.modes import ARITHMETICS, Arithmetic
+from quads_min.qat import Operand, encode_activation, grouped_matmul
+from quads_min.tasks import ChainTask
+
+SHIPPED = Path(checkpoint.__file__).parent / "checkpoints"  # the warm-started policies
+
+
+class Rollout(NamedTuple):
+    """B completions of N tokens. Tokens from lengths on are padding, their log-probs meaningless."""
+
+    tokens: torch.Tensor  # (B, N) int64
+    logprobs: torch.Tensor  # (B, N) fp32, of the sampled tokens, at the sampling temperature
+    lengths: torch.Tensor  # (B,) int64, EOS included
+    choice: torch.Tensor  # (L, B, P + N - 1, top_k) int64: the experts of every token that was read
+
+
+# ---- the torch backend: one class, the place where another backend plugs in
+
+
+class TorchExperts(ExpertLinear):
+    """The engine's expert matmul in plain torch: the numbers of an FP4 GEMM, not its speed.
+
+    `stored` is the snapshot as an FP4 engine would hold it; `operand` its planes, decoded at sync.
+    """
+
+    def __init__(self, experts, n, k, outliers, arithmetic: Arithmetic, drift: float = 0.0):
+        super().__init__(experts, n, k, outliers)
+        self.arithmetic, self.drift = arithmetic, drift
+        self.stored: tuple[torch.Tensor, ...] = ()
+        self.operand: Operand | None = None
+
+    def load(self, v: torch.Tensor) -> None:
+        """Quantize and pack V (E, N, K). After the first time in place: CUDA graphs hold addresses."""
+        v = v.detach().to(torch.bfloat16)
+        if self.arithmetic.weights == "nvfp4":
+            stored = nvfp4.encode(v, outer="tensor").pack()
+            operand = Operand(nvfp4.unpack(stored).planes(), stored.global_scale)
+        elif self.arithmetic.weights == "fp8":
+            stored = nvfp4.encode_fp8(v)
+            operand = Operand(stored[0].float(), stored[1])
+        else:
+            stored, operand = (v,), Operand(v.float(), None)
+        if self.operand is None:
+            self.stored, self.operand = stored, operand
+        for mine, new in zip((*self.stored, *self.operand), (*stored, *operand), strict=True):
+            if mine is not None:
+                mine.copy_(new)
+
+    def forward(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
+        if self.drift:  # injected mismatch: noise relative to the row's rms, before quantization
+            rms = x.square().mean(-1, keepdim=True).sqrt()
+            x = x + self.drift * rms * torch.randn_like(x)
+        return super().forward(x, routing, live)
+
+    def product(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
+        a = self.arithmetic
+        if not a.rac_ratio:
+            return grouped_matmul(encode_activation(x, a.activations), self.operand, routing)
+        main, residual, _ = nvfp4.encode_with_residual(x, a.rac_ratio, a.rac_unit, rows=live)
+        x_hat = Operand(main.planes(), main.global_scale)
+        return grouped_matmul(x_hat, self.operand, routing, residual.planes())
+
+    def weights_seen(self) -> torch.Tensor:
+        """What the GEMM multiplies, (E, N, K) fp32, read through it with the identity as input."""
+        E, N, K = self.shape
+        eye = torch.eye(K, device=self.operand.plane.device).repeat(E, 1)  # (E * K, K)
+        expert = torch.arange(E, device=eye.device).repeat_interleave(K, output_size=E * K)
+        y = grouped_matmul(Operand(eye, None), self.operand, route(expert.unsqueeze(1), E))
+        return y.view(E, K, N).mT
+
+
+BACKENDS = {"torch": TorchExperts}
+
+
+# ---- the engine
+
+
+class Engine:
+    """A snapshot of `policy` in `arithmetic`, ready to generate. Call `sync` after each update.
+
+    Args:
+        policy: the trainer's model (qat.make_policy); read at each sync, never written.
+        arithmetic: of the experts' GEMMs (modes.py).
+        backend: "torch".
+        drift: injected noise on the experts' inputs, relative to their rms (0: none).
+    """
+
+    def __init__(
+        self,
+        policy: MoETransformer,
+        arithmetic: Arithmetic,
+        backend: str = "torch",
+        drift: float = 0.0,
+    ):
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.policy, self.arithmetic = policy, arithmetic
+        self.device = policy.embed.device
+        experts = partial(BACKENDS[backend], arithmetic=arithmetic, drift=drift)
+        self.model = MoETransformer(policy.config, experts, residual_dtype=torch.bfloat16)
+        self.model.to(self.device).requires_grad_(False)
+        for module in self.model.modules():
+            for name in ("embed", "head", "qkv", "out"):
+                if name in module._parameters:
+                    p = module._parameters[name]
+                    p.data = p.data.to(torch.bfloat16)
+        self.experts = self.model.expert_linears()
+        self.graphs = {}
+        self.sync()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Copy the policy's weights: dense ones rounded to bf16, experts quantized and packed."""
+        masters = dict(self.policy.named_parameters())
+        for name, p in self.model.named_parameters():
+            p.copy_(masters[name])
+        for name, master in self.policy.expert_linears().items():
+            self.experts[name].load(master.scaled_weight())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the experts' weights as stored, scales included."""
+        return sum(t.nbytes for e in self.experts.values() for t in e.stored)
+
+    def generate(
+        self,
+        prompts: torch.Tensor,
+        max_new_tokens: int,
+        eos: int,
+        pad: int,
+        samples: int = 1,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Rollout:
+        """Sample `samples` completions of each prompt; those of one prompt are neighbours.
+
+        Args:
+            prompts: (B / samples, P) int64, all of one length. Each is read once: its KV cache is
+                shared by copying, as engines with prefix caching do.
+            max_new_tokens: N; a sequence stops after `eos` or N tokens; `pad` fills the rest.
+            temperature: above 0; log-probs are taken at it.
+            generator: a CPU generator. Token i of row b depends on uniform [b, i] of one draw alone,
+                so equal seeds give engines of different arithmetic common random numbers.
+        """
+        B, P = prompts.shape[0] * samples, prompts.shape[1]
+        if temperature <= 0:
+            raise ValueError(f"generate: temperature must be above 0, got {temperature}")
+        if P + max_new_tokens - 1 > self.policy.config.max_len:
+            raise ValueError(
+                f"generate: {P} prompt tokens + {max_new_tokens} new ones exceed "
+                f"max_len={self.policy.config.max_len}; make the model's max_len larger"
+            )
+        uniforms = 1 - torch.rand(B, max_new_tokens, generator=generator)  # (0, 1]
+        inputs = (prompts.to(self.device), uniforms.to(self.device))
+        settings = (samples, eos, pad, temperature)
+        if self.device.type != "cuda":
+            return self._generate(*inputs, *settings)
+        return self._replay(inputs, settings)
+
+    @torch.no_grad()
+    def _generate(self, prompts, uniforms, samples, eos, pad, temperature) -> Rollout:
+        (B, N), P = uniforms.shape, prompts.shape[1]
+        cache = self.model.new_cache(prompts.shape[0])
+        out = self.model(prompts, 0, cache, logits_from=P - 1)  # prefill
+        repeat = partial(torch.repeat_interleave, repeats=samples, dim=0)
+        cache = [Cache(*map(repeat, layer)) for layer in cache]
+        logits = repeat(out.logits)
+        choice = torch.stack(out.choice).unflatten(1, prompts.shape)  # (L, B / samples, P, top_k)
+        choices = [choice.repeat_interleave(samples, 1)]
+        live = torch.ones(B, dtype=torch.bool, device=self.device)
+        tokens, logprobs, lives = [], [], []
+        for i in range(N):
+            if i:
+                read = tokens[-1].unsqueeze(1)  # (B, 1)
+                out = self.model(read, P + i - 1, cache, live=live.unsqueeze(1))
+                logits = out.logits
+                choices.append(torch.stack(out.choice).unsqueeze(2))  # (L, B, 1, top_k)
+            cumulative = (logits[:, 0] / temperature).softmax(-1).cumsum(-1)  # (B, V)
+            token = (cumulative < uniforms[:, i : i + 1] * cumulative[:, -1:]).sum(
+                -1
+            )  # inverse CDF
+            logprob, _ = token_logprobs(logits[:, 0], token, temperature)
+            tokens.append(torch.where(live, token, pad))
+            logprobs.append(logprob)
+            lives.append(live)
+            live = live & (token != eos)
+        lengths = torch.stack(lives, 1).sum(1)
+        return Rollout(
+            torch.stack(tokens, 1), torch.stack(logprobs, 1), lengths, torch.cat(choices, 2)
+        )
+
+    def _replay(self, inputs, settings) -> Rollout:
+        """`_generate` as one CUDA graph: prefill and all decode steps, captured once per shape."""
+        key = (inputs[0].shape, inputs[1].shape, settings)
+        if key not in self.graphs:
+            static = [t.clone() for t in inputs]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._generate(*static, *settings)  # warm up: libraries allocate outside the graph
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = self._generate(*static, *settings)
+            self.graphs[key] = graph, static, out
+        graph, static, out = self.graphs[key]
+        for buffer, new in zip(static, inputs, strict=True):
+            buffer.copy_(new)
+        graph.replay()
+        return Rollout(*(t.clone() for t in out))
+
+
+# ---- as a script
+
+
+@torch.no_grad()
+def evaluate(
+    engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0
+) -> dict[str, float]:
+    """pass@1 at temperature 1 on `prompts`, and the share of right answers that skipped steps.
+
+    The sampling noise depends on `seed` and prompt alone: common random numbers for all arithmetics.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    out = engine.generate(prompts, task.max_new_tokens, task.eos, task.pad, generator=noise)
+    reward = task.rewards(prompts.to(out.tokens.device), out.tokens, out.lengths)
+    skipped = reward * (out.lengths < task.max_new_tokens)
+    pass_at_1, skipped = torch.stack([reward.mean(), skipped.mean()]).tolist()
+    return {"pass@1": pass_at_1, "skipped": skipped}
+
+
+def held_out_prompts(task: ChainTask, count: int) -> torch.Tensor:
+    """The evaluation prompts: (count, P), always the same ones, never trained on."""
+    return task.sample_prompts(count, torch.Generator().manual_seed(2026), held_out=True)
+
+
+def parse_arithmetics(names: str) -> dict[str, Arithmetic]:
+    unknown = [n for n in names.split(",") if n not in ARITHMETICS]
+    if unknown:
+        known = ", ".join(ARITHMETICS)
+        raise ValueError(f"--arithmetic: unknown {', '.join(unknown)}; choose from {known}")
+    return {n: ARITHMETICS[n] for n in names.split(",")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Generate from a checkpoint, or evaluate it in several arithmetics.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="to generate")
+    parser.add_argument("--eval", type=Path, metavar="CHECKPOINT", help="print its pass@1 instead")
+    parser.add_argument("--arithmetic", default="w4a4+rac", help="of " + ", ".join(ARITHMETICS))
+    parser.add_argument("--prompts", type=int, help="how many (default: 8, with --eval 1024)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    count = args.prompts or (1024 if args.eval else 8)
+    path = args.eval or args.checkpoint
+    for name, arithmetic in parse_arithmetics(args.arithmetic).items():
+        policy, task = checkpoint.load_policy(path, Arithmetic())
+        engine = Engine(policy.to(args.device), arithmetic)
+        prompts = held_out_prompts(task, count)
+        if args.eval:
+            passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
+            error = 100 * (passed * (1 - passed) / count) ** 0.5
+            print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({arithmetic})")
+            continue
+        print(f"{path}, experts in {arithmetic}, torch backend on {args.device}")
+        noise = torch.Generator().manual_seed(args.seed)
+        out = engine.generate(prompts, task.max_new_tokens, task.eos, task.pad, generator=noise)
+        rewards = task.rewards(prompts.to(out.tokens.device), out.tokens, out.lengths)
+        for row, reward in enumerate(rewards.tolist()):
+            completion = task.decode(out.tokens[row, : out.lengths[row]])
+            print(f"{'right' if reward else 'wrong'}   {task.decode(prompts[row])} {completion}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as e:
+        print(f"rollout.py: error: {e}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,606 @@
+"""QUADS in one file: the RL loop that ties the rollout engine (rollout.py) to the trainer (quads_min/).
+
+    python train.py --mode quads                       one run: 2 minutes on a CPU, less on a GPU
+    python train.py --mode all --seeds 0,1,2 --jobs 2  every row of the table, two runs at a time
+
+Each mode is a pair of arithmetics for the routed experts' GEMMs (W weights, A activations):
+
+    mode     rollout engine      trainer            what the row shows
+    bf16     bf16 / bf16         bf16 / bf16        the baseline; its gap is the floor
+    fp8      fp8 / fp8           fp8 / fp8          the usual low-precision RL
+    naive    nvfp4 / nvfp4       bf16 / bf16        NVFP4 rollouts with nothing done about it
+    w4a16    nvfp4 / bf16        bf16 / bf16        weight error alone
+    w16a4    bf16 / nvfp4        bf16 / bf16        activation error alone
+    qat      nvfp4 / nvfp4       nvfp4 / bf16       the trainer's half of QUADS: asymmetric QAT
+    rac      nvfp4 / nvfp4+RAC   bf16 / bf16        the engine's half: residual compensation
+    sym      nvfp4 / nvfp4       nvfp4 / nvfp4      symmetric QAT
+    quads    nvfp4 / nvfp4+RAC   nvfp4 / bf16       both halves: the method
+
+What this loop leaves out, compared with the paper (arXiv 2607.15810), and why:
+
+1. Its 25B MoE model, Megatron-LM and SGLang: a toy of 0.2M (tiny) or 1M (base) parameters, so that a
+   run takes a minute and every mode can be run over seeds.
+2. FP4 tensor cores: the planes of nvfp4.py give their numbers on any device, not their speed.
+3. Natural activation outliers: planted (model.py), since a toy grows none.
+4. Asynchrony between engine and trainer: rollouts are always from the current weights.
+5. A learning-rate schedule, weight decay, a KL term, dropout: none, one thing less to tune per mode.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from quads_min import checkpoint, grpo, report
+from quads_min.model import ModelConfig, MoETransformer, contaminated_blocks, plant_outliers
+from quads_min.modes import ARITHMETICS, MODES, Arithmetic
+from quads_min.qat import make_policy
+from quads_min.tasks import ChainTask
+from rollout import BACKENDS, SHIPPED, Engine, evaluate, held_out_prompts
+
+
+def knob(default, help: str, **kwargs):
+    """A dataclass field that is also a command-line flag."""
+    return field(default=default, metadata={"help": help, **kwargs})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every knob of one run. A preset fills the fields that no flag sets."""
+
+    mode: str = knob("quads", "row of the table above, several with commas, or all")
+    seed: int = knob(0, "of prompts and sampling noise; --seeds 0,1,2 makes several runs")
+    preset: str = knob("base", "tiny (a CPU, minutes) or base (a GPU)")
+    steps: int = knob(1000, "RL steps: rollouts of prompts * group_size sequences each")
+    # the run's place
+    out: str = knob("runs", "folder; each run gets a folder in it")
+    device: str = knob("cpu", "cpu or cuda (default: cuda if there is one)")
+    backend: str = knob("torch", "of the engine", choices=tuple(BACKENDS))
+    init: str = knob("", "checkpoint to start from (default: the preset's warm start)")
+    resume: bool = knob(False, "continue runs that --out holds; start those that it does not")
+    deterministic: bool = knob(False, "deterministic CUDA kernels, so that resuming is bit-exact")
+    checkpoint_every: int = knob(1, "steps between checkpoints: what a kill can lose")
+    # GRPO (grpo.py)
+    lr: float = knob(1e-4, "of AdamW")
+    prompts: int = knob(16, "prompts per step")
+    group_size: int = knob(16, "G, completions per prompt")
+    minibatches: int = knob(2, "updates per step, each on whole groups")
+    temperature: float = knob(1.0, "of sampling; log-probs of both sides are taken at it")
+    clip: float = knob(0.2, "c of the clipped ratio")
+    grad_clip: float = knob(1.0, "largest gradient norm")
+    correction: str = knob("none", "importance correction", choices=grpo.CORRECTIONS)
+    correction_cap: float = knob(2.0, "C of the importance correction")
+    replay_routing: bool = knob(False, "the trainer takes the engine's expert choices")
+    # quantization (modes.py, nvfp4.py)
+    rac_ratio: float = knob(0.5, "share of the channels that RAC compensates, in modes with RAC")
+    rac_unit: str = knob("block", "what RAC selects", choices=("block", "channel"))
+    engine_drift: float = knob(0.0, "noise on the engine's expert inputs, relative to their rms")
+    check_weights: bool = knob(True, "check weight identity between the sides after every sync")
+    # the policy (model.py) and its task (tasks.py)
+    width: int = knob(128, "D")
+    layers: int = knob(4, "transformer layers")
+    heads: int = knob(4, "attention heads")
+    experts: int = knob(8, "E, experts per layer")
+    top_k: int = knob(2, "experts per token")
+    expert_width: int = knob(64, "F, hidden width of an expert")
+    outlier_gain: float = knob(32.0, "planted activation outliers: their size, a power of two")
+    outlier_channels: int = knob(4, "planted activation outliers: channels per layer")
+    prime: int = knob(41, "modulus of the task")
+    chain: int = knob(8, "operations per prompt of the task")
+    # evaluation
+    eval_every: int = knob(50, "steps between evaluations")
+    eval_prompts: int = knob(1024, "held-out prompts")
+    # warm start
+    warm_steps: int = knob(3000, "supervised steps")
+    warm_lr: float = knob(1e-3, "peak learning rate, cosine to 0")
+    warm_batch: int = knob(256, "demonstrations per step")
+    warm_noise: float = knob(0.1, "probability that a demonstrated result is replaced")
+
+    def __post_init__(self):
+        for name, options in (("mode", MODES), ("preset", PRESETS), ("backend", BACKENDS)):
+            if getattr(self, name) not in options:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}"
+                )
+        if self.prompts < 1 or self.minibatches < 1 or self.prompts % self.minibatches:
+            raise ValueError(
+                f"prompts={self.prompts} must be a positive multiple of minibatches="
+                f"{self.minibatches}: a mini-batch holds whole groups"
+            )
+        if self.group_size < 2:
+            raise ValueError(f"group_size must be 2 or more (GRPO compares), got {self.group_size}")
+        for name in ("steps", "checkpoint_every", "eval_every", "eval_prompts", "warm_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("lr", "temperature", "clip", "grad_clip", "correction_cap"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+        if not 0 <= self.engine_drift < float("inf"):
+            raise ValueError(f"engine_drift must be 0 or more, got {self.engine_drift}")
+        if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {self.device}: torch sees no CUDA device; use --device cpu")
+        _ = self.task, self.model, self.arithmetics  # their own checks
+
+    @property
+    def task(self) -> ChainTask:
+        return ChainTask(self.prime, self.chain)
+
+    @property
+    def model(self) -> ModelConfig:
+        sizes = {
+            f.name: getattr(self, f.name) for f in fields(ModelConfig) if hasattr(self, f.name)
+        }
+        task = self.task
+        return ModelConfig(task.vocab, task.prompt_len + task.max_new_tokens, **sizes)
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, Arithmetic]:
+        """(of the rollout engine, of the trainer)"""
+        rollout, trainer = (ARITHMETICS[name] for name in MODES[self.mode])
+        if rollout.rac_ratio:
+            rollout = replace(rollout, rac_ratio=self.rac_ratio, rac_unit=self.rac_unit)
+        return rollout, trainer
+
+    @property
+    def label(self) -> str:
+        """The mode, and every switch that makes the run another row than its mode's own."""
+        default = Config(self.mode, preset=self.preset, **PRESETS[self.preset])
+        rows = ("correction", "correction_cap", "replay_routing", "rac_ratio", "rac_unit", "lr",
+                "engine_drift", "outlier_gain", "outlier_channels")  # fmt: skip
+        changed = [r for r in rows if getattr(self, r) != getattr(default, r)]
+        return "+".join([self.mode, *(f"{r}={getattr(self, r)}" for r in changed)])
+
+
+PRESETS = {
+    "base": {},
+    "tiny": dict(
+        steps=300, lr=2e-4, group_size=8, width=64, layers=3, experts=4, outlier_gain=16.0,
+        outlier_channels=3, prime=13, chain=5, warm_steps=1000, warm_noise=0.12,
+    ),  # fmt: skip
+}  # fmt: skip
+
+
+def main(cfg: Config) -> dict:
+    """Run one mode with one seed; returns the summary that its row of the table is made from."""
+    device = torch.device(cfg.device)
+    torch.backends.cuda.matmul.allow_tf32 = False  # fp32 products of planes must be exact
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    task, (rollout_arithmetic, trainer_arithmetic) = cfg.task, cfg.arithmetics
+    run = Path(cfg.out) / f"{cfg.label}-s{cfg.seed}"
+    state = open_run(run, cfg)
+
+    policy = make_policy(cfg.model, trainer_arithmetic).to(device)
+    start_from = Path(cfg.init) if cfg.init else SHIPPED / f"{cfg.preset}.pt"
+    checkpoint.load_weights(policy, state or checkpoint.load(start_from), start_from, bool(state))
+    engine = Engine(policy, rollout_arithmetic, cfg.backend, cfg.engine_drift)
+    same = rollout_arithmetic == trainer_arithmetic and not cfg.engine_drift
+    trainer_engine = engine if same else Engine(policy, trainer_arithmetic, cfg.backend)
+    optimizer = torch.optim.AdamW(policy.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    prompt_rng, noise_rng = torch.Generator(), torch.Generator()
+    prompt_rng.manual_seed(2 * cfg.seed)
+    noise_rng.manual_seed(2 * cfg.seed + 1)
+    torch.manual_seed(cfg.seed)  # engine_drift alone draws from this one
+    done = 0
+    if state:
+        done = restore(state, optimizer, prompt_rng, noise_rng, device, run)
+    eval_prompts = held_out_prompts(task, cfg.eval_prompts)
+    P, N = task.prompt_len, task.max_new_tokens
+    identical = cfg.check_weights and rollout_arithmetic.weights == trainer_arithmetic.weights
+
+    with Log(run / "log.jsonl", state) as log, graceful_interrupt() as interrupted:
+        log.describe(cfg, engine, policy, resumed_at=done if state else None)
+        bar = tqdm(
+            range(done, cfg.steps), initial=done, total=cfg.steps, desc=cfg.label, disable=None
+        )
+        for step in bar:
+            began = time.perf_counter()
+
+            # 1. sync: quantize the current weights into the engine
+            engine.sync()
+            if step % cfg.eval_every == 0:
+                run_evaluation(log, step, engine, trainer_engine, task, eval_prompts)
+                began = time.perf_counter()
+
+            # 2. roll out: G completions of each prompt, with the log-probs they were sampled with
+            prompts = task.sample_prompts(cfg.prompts, prompt_rng).to(device)
+            rollout = engine.generate(
+                prompts, N, task.eos, task.pad, cfg.group_size, cfg.temperature, noise_rng
+            )
+            prompts = prompts.repeat_interleave(cfg.group_size, 0)  # (B, P), B = prompts * G
+
+            # 3. reward
+            rewards = task.rewards(prompts, rollout.tokens, rollout.lengths)  # (B,)
+
+            # 4. advantage, within each group
+            advantages = grpo.group_advantages(rewards.view(-1, cfg.group_size)).flatten()  # (B,)
+
+            # 5. log-probs under the trainer, before the first update: (B, N)
+            read = torch.cat([prompts, rollout.tokens[:, :-1]], 1)  # (B, P + N - 1)
+            mask = grpo.token_mask(rollout.lengths, N)
+            batches = torch.arange(len(read), device=device).chunk(cfg.minibatches)
+
+            def trainer_pass(rows, read=read, rollout=rollout):
+                """Log-probs and entropy (rows, N) of the sampled tokens, and the expert choices."""
+                replay = rollout.choice[:, rows].flatten(1, 2) if cfg.replay_routing else None
+                out = policy(read[rows], replay=replay, logits_from=P - 1)
+                logprobs, entropy = grpo.token_logprobs(
+                    out.logits, rollout.tokens[rows], cfg.temperature
+                )
+                return logprobs, entropy, torch.stack(out.choice).unflatten(1, (len(rows), -1))
+
+            with torch.no_grad():
+                old = [trainer_pass(rows) for rows in batches]
+            old_logprobs, entropy = (torch.cat([o[i] for o in old]) for i in (0, 1))
+            choice = torch.cat([o[2] for o in old], 1)  # (L, B, P + N - 1, top_k)
+            weights = grpo.importance_weights(
+                old_logprobs, rollout.logprobs, cfg.correction, cfg.correction_cap
+            )
+            if bad := engine.model.nonfinite() + policy.nonfinite():
+                raise FloatingPointError(f"step {step + 1}: inf or NaN in {', '.join(bad)}")
+            if identical and not weights_identical(engine, policy):
+                raise RuntimeError(f"step {step + 1}: engine and trainer multiply other weights")
+
+            for i, rows in enumerate(batches):
+                # 6. loss
+                loss, clip_share = grpo.policy_loss(
+                    trainer_pass(rows)[0], old_logprobs[rows], advantages[rows], mask[rows],
+                    cfg.clip, None if weights is None else weights[rows],
+                )  # fmt: skip
+
+                # 7. step
+                optimizer.zero_grad()
+                loss.backward()
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
+                if not torch.isfinite(loss + grad_norm):
+                    raise FloatingPointError(
+                        f"step {step + 1}, mini-batch {i + 1}: loss {loss.item():g}, gradient norm "
+                        f"{grad_norm.item():g}; the last checkpoint holds the weights before it"
+                    )
+                optimizer.step()
+
+            # 8. log
+            fed = torch.arange(P + N - 1, device=device) < P + rollout.lengths.unsqueeze(1) - 1
+            tensors = {
+                "reward": rewards.mean(),
+                "loss": loss.detach(),
+                "grad_norm": grad_norm,
+                "clip_share": clip_share,
+                **grpo.mismatch(rollout.logprobs, old_logprobs, mask),
+                "entropy": entropy[mask].mean(),
+                "choice_mismatch": grpo.choice_mismatch(rollout.choice, choice, fed),
+                "length": rollout.lengths.float().mean(),
+            }
+            values = torch.stack([t.float() for t in tensors.values()]).tolist()
+            metrics = dict(zip(tensors, values, strict=True))
+            seconds = time.perf_counter() - began
+            tokens = round(metrics["length"] * len(read))
+            log("step", step=step + 1, **metrics, tokens=tokens, seconds=seconds)
+            bar.set_postfix(
+                reward=f"{metrics['reward']:.3f}",
+                gap=f"{metrics['gap_mean']:.4f}",
+                tok_s=f"{tokens / seconds:.0f}",
+            )
+            last = step + 1 == cfg.steps or interrupted()
+            if (step + 1) % cfg.checkpoint_every == 0 or last:
+                save(run, cfg, policy, optimizer, prompt_rng, noise_rng, step + 1, log)
+            if interrupted():
+                raise KeyboardInterrupt(step + 1)
+
+        engine.sync()
+        run_evaluation(log, cfg.steps, engine, trainer_engine, task, eval_prompts)
+        log("end", step=cfg.steps, seconds=log.seconds())
+    return report.summarize(report.read_log(run / "log.jsonl"))
+
+
+def run_evaluation(log, step: int, engine: Engine, trainer_engine: Engine, task, prompts) -> None:
+    """pass@1 of the current policy, as deployed and in the trainer's own arithmetic."""
+    deployed = trainer = evaluate(engine, task, prompts)
+    if trainer_engine is not engine:
+        trainer_engine.sync()
+        trainer = evaluate(trainer_engine, task, prompts)
+    log(
+        "eval", step=step, deployed=deployed["pass@1"], trainer=trainer["pass@1"],
+        skipped=deployed["skipped"],
+    )  # fmt: skip
+    tqdm.write(
+        f"step {step}: pass@1 deployed {100 * deployed['pass@1']:.1f} %, "
+        f"in the trainer's arithmetic {100 * trainer['pass@1']:.1f} %"
+    )
+
+
+def weights_identical(engine: Engine, policy: MoETransformer) -> bool:
+    """Does the engine's GEMM multiply, bit for bit, what the trainer's last one multiplied?"""
+    return all(
+        torch.equal(engine.experts[name].weights_seen(), experts.consumed.value())
+        for name, experts in policy.expert_linears().items()
+    )
+
+
+# ---- the run's folder: a log that only grows, a checkpoint that is replaced whole
+
+
+def open_run(run: Path, cfg: Config) -> dict | None:
+    """Make the run's folder, or, resuming, return its checkpoint; ValueError if either cannot be."""
+    if (run / "log.jsonl").exists() and not cfg.resume:
+        raise ValueError(f"{run} already holds a run; continue it with --resume or choose --out")
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "log.jsonl").open("a").close()
+    except OSError as e:
+        raise ValueError(f"--out: cannot write to {run} ({e.strerror}); choose another") from e
+    if not cfg.resume or not (run / "checkpoint.pt").exists():
+        return None
+    state = checkpoint.load(run / "checkpoint.pt")
+    for part in ("config", "step", "optimizer", "rng", "log_bytes", "seconds"):
+        if part not in state:
+            raise ValueError(
+                f"{run / 'checkpoint.pt'}: no {part} in it, so no run can resume from it"
+            )
+    free = ("out", "device", "resume", "steps", "checkpoint_every", "check_weights", "init")
+    now = asdict(cfg)
+    for name, value in state["config"].items():
+        if name not in free and now.get(name) != value:
+            raise ValueError(
+                f"{run}: the run to resume has {name}={value!r}, this command {now.get(name)!r}"
+            )
+    if state["step"] > cfg.steps:
+        raise ValueError(f"{run}: already at step {state['step']}, beyond --steps {cfg.steps}")
+    return state
+
+
+def save(run, cfg, policy, optimizer, prompt_rng, noise_rng, step: int, log: "Log") -> None:
+    """Everything that the next step depends on, and where the log stood."""
+    rng = {"prompts": prompt_rng.get_state(), "noise": noise_rng.get_state()}
+    rng["cpu"] = torch.get_rng_state()
+    if cfg.device.startswith("cuda"):
+        rng["cuda"] = torch.cuda.get_rng_state(cfg.device)
+    checkpoint.save(
+        run / "checkpoint.pt", policy, cfg.task, config=asdict(cfg), step=step, rng=rng,
+        optimizer=optimizer.state_dict(), log_bytes=log.bytes(), seconds=log.seconds(),
+    )  # fmt: skip
+
+
+def restore(state: dict, optimizer, prompt_rng, noise_rng, device, run: Path) -> int:
+    """The inverse of `save`; returns the number of steps done."""
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+    except (ValueError, KeyError) as e:
+        raise ValueError(f"{run / 'checkpoint.pt'}: optimizer state of another model ({e})") from e
+    prompt_rng.set_state(state["rng"]["prompts"])
+    noise_rng.set_state(state["rng"]["noise"])
+    torch.set_rng_state(state["rng"]["cpu"])
+    if device.type == "cuda" and "cuda" in state["rng"]:
+        torch.cuda.set_rng_state(state["rng"]["cuda"], device)
+    return state["step"]
+
+
+class Log:
+    """JSON lines, one event each. Resuming cuts what came after the checkpoint: it happens again."""
+
+    def __init__(self, path: Path, state: dict | None):
+        self.file = path.open("r+" if state else "w", encoding="utf-8")
+        if state:
+            self.file.truncate(state["log_bytes"])
+            self.file.seek(0, os.SEEK_END)
+        self.began = time.perf_counter() - (state["seconds"] if state else 0.0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.file.close()
+
+    def __call__(self, event: str, **values) -> None:
+        short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
+        self.file.write(json.dumps({"event": event, **short}) + "\n")
+        self.file.flush()
+
+    def bytes(self) -> int:
+        return self.file.tell()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def describe(self, cfg: Config, engine: Engine, policy, resumed_at: int | None) -> None:
+        """The first line: what ran, on what, from which commit."""
+        device = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
+        backend = f"{cfg.backend} (emulated)"
+        rollout, trainer = (str(a) for a in cfg.arithmetics)
+        if resumed_at is not None:
+            self("resume", step=resumed_at, device=device, commit=git_commit())
+            return
+        contaminated = contaminated_blocks(plant_outliers(cfg.model))
+        self(
+            "config", mode=cfg.mode, seed=cfg.seed, label=cfg.label, config=asdict(cfg),
+            command=shlex.join(["python", *sys.argv]), commit=git_commit(), versions=versions(),
+            device=device, backend=backend, rollout=rollout, trainer=trainer,
+            weight_bytes=engine.weight_bytes, contaminated_blocks=contaminated,
+        )  # fmt: skip
+        tqdm.write(
+            f"{cfg.label}, seed {cfg.seed}: rollouts {rollout}, trainer {trainer}\n"
+            f"  {backend} backend on {device}; {engine.weight_bytes:,} bytes of expert weights; "
+            f"outliers in {contaminated[0]} of {contaminated[1]} blocks; log in {self.file.name}"
+        )
+
+
+def cpu_name() -> str:
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "einops"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def git_commit() -> str:
+    """The commit of this checkout, with + if files differ from it; 'unknown' outside of one."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return (commit.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else "")
+
+
+class graceful_interrupt:
+    """The first Ctrl-C lets the step finish and be saved; the second one stops at once."""
+
+    def __enter__(self):
+        self.seen = False
+        try:
+            self.previous = signal.signal(signal.SIGINT, self.note)
+        except ValueError:  # not the main thread: no handler, Ctrl-C is not ours to catch
+            self.previous = None
+        return lambda: self.seen
+
+    def note(self, *_):
+        self.seen = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *exception):
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+
+
+# ---- warm start: the base policy that RL begins with
+
+
+def warm_start(cfg: Config) -> Path:
+    """Supervised training on noisy demonstrations (tasks.py), in bf16; returns the checkpoint."""
+    device, task = torch.device(cfg.device), cfg.task
+    path = Path(cfg.out) / f"{cfg.preset}.pt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--out: cannot write to {path.parent} ({e.strerror})") from e
+    torch.manual_seed(cfg.seed)
+    policy = make_policy(cfg.model, Arithmetic()).to(device)
+    engine = Engine(policy, Arithmetic())
+    optimizer = torch.optim.AdamW(policy.parameters(), cfg.warm_lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.warm_steps)
+    rng = torch.Generator().manual_seed(cfg.seed)
+    bar = tqdm(range(1, cfg.warm_steps + 1), desc=f"warm start {cfg.preset}", disable=None)
+    for step in bar:
+        prompts = task.sample_prompts(cfg.warm_batch, rng)
+        answer = task.demonstrations(prompts, cfg.warm_noise, rng)  # (B, N)
+        tokens = torch.cat([prompts, answer], 1).to(device)
+        out = policy(tokens[:, :-1], logits_from=task.prompt_len - 1)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), tokens[:, task.prompt_len :].flatten())
+        balance = sum(map(load_balance, out.router_probs, out.choice))
+        optimizer.zero_grad()
+        (loss + 0.01 * balance).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == cfg.warm_steps:
+            engine.sync()
+            passed = evaluate(engine, task, held_out_prompts(task, cfg.eval_prompts))["pass@1"]
+            tqdm.write(f"step {step}: loss {loss.item():.3f}, pass@1 {100 * passed:.1f} %")
+    checkpoint.save(path, policy, task, dtype=torch.bfloat16)
+    print(f"wrote {path}; use it with --init {path}")
+    return path
+
+
+def load_balance(probs: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    """E * sum over experts of (share of slots) * (mean probability): 1 if balanced. Shazeer 2017."""
+    share = F.one_hot(choice, probs.shape[1]).float().mean((0, 1))
+    return probs.shape[1] * (share * probs.mean(0)).sum()
+
+
+# ---- the command line
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
+    """Flags to configs, one per mode and seed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--warm-start", action="store_true", help="make the base policy instead")
+    parser.add_argument("--seeds", default=None, help="several runs, such as 0,1,2")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each its own process")
+    for f in fields(Config):
+        flag, meta = "--" + f.name.replace("_", "-"), dict(f.metadata)
+        text = f"{meta.pop('help')} (default: {f.default})".replace("%", "%%")
+        if f.type is bool:
+            meta |= {"action": argparse.BooleanOptionalAction}
+        else:
+            meta |= {"type": f.type, "metavar": f.name.upper()} if "choices" not in meta else {}
+        parser.add_argument(flag, default=None, help=text, **meta)
+    args = parser.parse_args(argv)
+    given = {k: v for k, v in vars(args).items() if v is not None}
+    own = {k: given.pop(k) for k in ("warm_start", "seeds", "jobs") if k in given}
+    given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+    given.setdefault("preset", "base" if given["device"].startswith("cuda") else "tiny")
+    modes = given.pop("mode", "quads")
+    seeds = own.get("seeds") or str(given.pop("seed", 0))
+    if not all(s.strip().isdigit() for s in seeds.split(",")):
+        raise ValueError(f"--seeds takes whole numbers with commas between, got {seeds!r}")
+    given.pop("seed", None)
+    preset = PRESETS.get(given["preset"], {})
+    modes = list(MODES) if modes == "all" else modes.split(",")
+    runs = [(m, int(s)) for s in seeds.split(",") for m in modes]
+    return args, [Config(**{**preset, **given, "mode": m, "seed": s}) for m, s in runs]
+
+
+def run_all(args: argparse.Namespace, configs: list[Config], argv: list[str]) -> None:
+    """Run the configs, --jobs at a time, and print each one's row."""
+    if len(configs) > 1 and args.jobs > 1:
+        threads = max(1, (os.cpu_count() or 1) // args.jobs)
+
+        def child(cfg: Config) -> int:
+            one = ["--mode", cfg.mode, "--seeds", str(cfg.seed), "--jobs", "1"]
+            env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            return subprocess.run([sys.executable, __file__, *argv, *one], env=env).returncode
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            failed = sum(map(bool, pool.map(child, configs)))
+        if failed:
+            raise ValueError(f"{failed} of {len(configs)} runs failed; their messages are above")
+        return
+    for cfg in configs:
+        summary = main(cfg)
+        print(report.header(), report.row(summary), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    argv = sys.argv[1:]
+    try:
+        args, configs = parse(argv)
+        if args.warm_start:
+            warm_start(configs[0])
+        else:
+            run_all(args, configs, argv)
+    except KeyboardInterrupt as e:
+        at = f" after step {e.args[0]}" if e.args else ""
+        again = shlex.join(["python", *sys.argv, *(["--resume"] * ("--resume" not in argv))])
+        print(f"\ninterrupted{at}; continue with: {again}", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, FloatingPointError, RuntimeError) as e:
+        print(f"train.py: error: {e}", file=sys.stderr)
+        sys.exit(2)
