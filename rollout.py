@@ -23,6 +23,7 @@ served in hurts) from *RL collapse* (the policy itself went bad). Next: train.py
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class Rollout(NamedTuple):
     tokens: torch.Tensor  # (B, N) int64
     logprobs: torch.Tensor  # (B, N) fp32, of the sampled tokens, at the sampling temperature
     lengths: torch.Tensor  # (B,) int64, EOS included
-    choice: torch.Tensor  # (L, B, P + N - 1, top_k) int64: the experts of every token that was read
+    choice: torch.Tensor  # (B, L, P + N - 1, top_k) int64: the experts of every token that was read
 
 
 # ---- the torch backend: one class, the place where another backend plugs in
@@ -106,6 +107,46 @@ class TorchExperts(ExpertLinear):
 BACKENDS = {"torch": TorchExperts}
 
 
+# ---- CUDA graphs: the toy is so small that launching kernels one by one takes most of the time
+
+
+class Graphed:
+    """fn(*tensors) -> tuple of tensors, replayed as a CUDA graph; on a CPU simply called.
+
+    The first call with given shapes records every kernel that fn launches, later ones launch the
+    recording with the inputs copied into place. So fn must not wait for the device, nor depend on
+    anything but tensors that stay where they are: weights are updated in place. Results are copies.
+    A recorded backward writes the .grad tensors that it allocated, afresh at each replay.
+    """
+
+    def __init__(self, fn: Callable[..., tuple[torch.Tensor, ...]]):
+        self.fn, self.recorded = fn, {}
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if inputs[0].device.type != "cuda":
+            return self.fn(*inputs)
+        shapes = tuple(t.shape for t in inputs)
+        if shapes not in self.recorded:
+            self.recorded[shapes] = self.record(*(t.clone() for t in inputs))
+        graph, static, outputs = self.recorded[shapes]
+        for mine, new in zip(static, inputs, strict=True):
+            mine.copy_(new)
+        graph.replay()
+        return tuple(t.clone() for t in outputs)
+
+    def record(self, *static: torch.Tensor) -> tuple:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.fn(*static)  # warm up: libraries allocate their workspaces outside the graph
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = self.fn(*static)
+        return graph, static, outputs
+
+
 # ---- the engine
 
 
@@ -139,7 +180,7 @@ class Engine:
                     p = module._parameters[name]
                     p.data = p.data.to(torch.bfloat16)
         self.experts = self.model.expert_linears()
-        self.graphs = {}
+        self.programs: dict[tuple, Graphed] = {}  # one per settings of `generate`
         self.sync()
 
     @torch.no_grad()
@@ -150,6 +191,17 @@ class Engine:
             p.copy_(masters[name])
         for name, master in self.policy.expert_linears().items():
             self.experts[name].load(master.scaled_weight())
+
+    @torch.no_grad()
+    def multiplies_what(self, policy: MoETransformer) -> torch.Tensor:
+        """0-dim bool: are the weights in every expert GEMM those of the policy's latest one, bit
+        for bit? Read through the GEMM itself, so that packing, layout and decoding are covered."""
+        masters = policy.expert_linears()
+        equal = [
+            (mine.weights_seen() == masters[name].consumed.value()).all()
+            for name, mine in self.experts.items()
+        ]
+        return torch.stack(equal).all()
 
     @property
     def weight_bytes(self) -> int:
@@ -185,22 +237,23 @@ class Engine:
                 f"max_len={self.policy.config.max_len}; make the model's max_len larger"
             )
         uniforms = 1 - torch.rand(B, max_new_tokens, generator=generator)  # (0, 1]
-        inputs = (prompts.to(self.device), uniforms.to(self.device))
         settings = (samples, eos, pad, temperature)
-        if self.device.type != "cuda":
-            return self._generate(*inputs, *settings)
-        return self._replay(inputs, settings)
+        if settings not in self.programs:
+            self.programs[settings] = Graphed(partial(self._generate, *settings))
+        return Rollout(*self.programs[settings](prompts.to(self.device), uniforms.to(self.device)))
 
     @torch.no_grad()
-    def _generate(self, prompts, uniforms, samples, eos, pad, temperature) -> Rollout:
+    def _generate(self, samples, eos, pad, temperature, prompts, uniforms) -> Rollout:
         (B, N), P = uniforms.shape, prompts.shape[1]
         cache = self.model.new_cache(prompts.shape[0])
         out = self.model(prompts, 0, cache, logits_from=P - 1)  # prefill
         repeat = partial(torch.repeat_interleave, repeats=samples, dim=0)
         cache = [Cache(*map(repeat, layer)) for layer in cache]
         logits = repeat(out.logits)
-        choice = torch.stack(out.choice).unflatten(1, prompts.shape)  # (L, B / samples, P, top_k)
-        choices = [choice.repeat_interleave(samples, 1)]
+        choice = torch.stack(out.choice, 1).unflatten(
+            0, prompts.shape
+        )  # (B / samples, P, L, top_k)
+        choices = [repeat(choice)]
         live = torch.ones(B, dtype=torch.bool, device=self.device)
         tokens, logprobs, lives = [], [], []
         for i in range(N):
@@ -208,7 +261,7 @@ class Engine:
                 read = tokens[-1].unsqueeze(1)  # (B, 1)
                 out = self.model(read, P + i - 1, cache, live=live.unsqueeze(1))
                 logits = out.logits
-                choices.append(torch.stack(out.choice).unsqueeze(2))  # (L, B, 1, top_k)
+                choices.append(torch.stack(out.choice, 1).unsqueeze(1))  # (B, 1, L, top_k)
             cumulative = (logits[:, 0] / temperature).softmax(-1).cumsum(-1)  # (B, V)
             token = (cumulative < uniforms[:, i : i + 1] * cumulative[:, -1:]).sum(
                 -1
@@ -220,28 +273,11 @@ class Engine:
             live = live & (token != eos)
         lengths = torch.stack(lives, 1).sum(1)
         return Rollout(
-            torch.stack(tokens, 1), torch.stack(logprobs, 1), lengths, torch.cat(choices, 2)
+            torch.stack(tokens, 1),
+            torch.stack(logprobs, 1),
+            lengths,
+            torch.cat(choices, 1).movedim(2, 1),
         )
-
-    def _replay(self, inputs, settings) -> Rollout:
-        """`_generate` as one CUDA graph: prefill and all decode steps, captured once per shape."""
-        key = (inputs[0].shape, inputs[1].shape, settings)
-        if key not in self.graphs:
-            static = [t.clone() for t in inputs]
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._generate(*static, *settings)  # warm up: libraries allocate outside the graph
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = self._generate(*static, *settings)
-            self.graphs[key] = graph, static, out
-        graph, static, out = self.graphs[key]
-        for buffer, new in zip(static, inputs, strict=True):
-            buffer.copy_(new)
-        graph.replay()
-        return Rollout(*(t.clone() for t in out))
 
 
 # ---- as a script

@@ -34,6 +34,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -49,7 +50,7 @@ from quads_min.model import ModelConfig, MoETransformer, contaminated_blocks, pl
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
 from quads_min.qat import make_policy
 from quads_min.tasks import ChainTask
-from rollout import BACKENDS, SHIPPED, Engine, evaluate, held_out_prompts
+from rollout import BACKENDS, SHIPPED, Engine, Graphed, evaluate, held_out_prompts
 
 
 def knob(default, help: str, **kwargs):
@@ -104,9 +105,9 @@ class Config:
     eval_every: int = knob(50, "steps between evaluations")
     eval_prompts: int = knob(1024, "held-out prompts")
     # warm start
-    warm_steps: int = knob(3000, "supervised steps")
-    warm_lr: float = knob(1e-3, "peak learning rate, cosine to 0")
-    warm_batch: int = knob(256, "demonstrations per step")
+    warm_steps: int = knob(2000, "supervised steps")
+    warm_lr: float = knob(2e-3, "peak learning rate, cosine to 0")
+    warm_batch: int = knob(1024, "demonstrations per step")
     warm_noise: float = knob(0.1, "probability that a demonstrated result is replaced")
 
     def __post_init__(self):
@@ -158,19 +159,28 @@ class Config:
     def label(self) -> str:
         """The mode, and every switch that makes the run another row than its mode's own."""
         default = Config(self.mode, preset=self.preset, **PRESETS[self.preset])
-        rows = ("correction", "correction_cap", "replay_routing", "rac_ratio", "rac_unit", "lr",
-                "engine_drift", "outlier_gain", "outlier_channels")  # fmt: skip
-        changed = [r for r in rows if getattr(self, r) != getattr(default, r)]
-        return "+".join([self.mode, *(f"{r}={getattr(self, r)}" for r in changed)])
+        switches = [self.correction] * (self.correction != "none")
+        switches += ["replay"] * self.replay_routing
+        for knob in ("correction_cap", "rac_ratio", "rac_unit", "engine_drift", "lr",
+                     "outlier_gain", "outlier_channels"):  # fmt: skip
+            value = getattr(self, knob)
+            if value != getattr(default, knob):
+                switches.append(
+                    f"{knob}={value:g}" if isinstance(value, float) else f"{knob}={value}"
+                )
+        return "+".join([self.mode, *switches])
 
 
+# fmt: off
 PRESETS = {
     "base": {},
-    "tiny": dict(
-        steps=300, lr=2e-4, group_size=8, width=64, layers=3, experts=4, outlier_gain=16.0,
-        outlier_channels=3, prime=13, chain=5, warm_steps=1000, warm_noise=0.12,
-    ),  # fmt: skip
-}  # fmt: skip
+    "tiny": {
+        "steps": 300, "lr": 2e-4, "group_size": 8, "width": 64, "layers": 3, "experts": 4,
+        "outlier_gain": 16.0, "outlier_channels": 3, "prime": 13, "chain": 5,
+        "warm_steps": 1000, "warm_lr": 1e-3, "warm_batch": 256, "warm_noise": 0.12,
+    },
+}
+# fmt: on
 
 
 def main(cfg: Config) -> dict:
@@ -182,15 +192,18 @@ def main(cfg: Config) -> dict:
         torch.use_deterministic_algorithms(True)
     task, (rollout_arithmetic, trainer_arithmetic) = cfg.task, cfg.arithmetics
     run = Path(cfg.out) / f"{cfg.label}-s{cfg.seed}"
-    state = open_run(run, cfg)
+    state = find_checkpoint(run, cfg)
 
     policy = make_policy(cfg.model, trainer_arithmetic).to(device)
     start_from = Path(cfg.init) if cfg.init else SHIPPED / f"{cfg.preset}.pt"
     checkpoint.load_weights(policy, state or checkpoint.load(start_from), start_from, bool(state))
+    make_folder(run)
     engine = Engine(policy, rollout_arithmetic, cfg.backend, cfg.engine_drift)
     same = rollout_arithmetic == trainer_arithmetic and not cfg.engine_drift
     trainer_engine = engine if same else Engine(policy, trainer_arithmetic, cfg.backend)
-    optimizer = torch.optim.AdamW(policy.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     prompt_rng, noise_rng = torch.Generator(), torch.Generator()
     prompt_rng.manual_seed(2 * cfg.seed)
     noise_rng.manual_seed(2 * cfg.seed + 1)
@@ -200,7 +213,34 @@ def main(cfg: Config) -> dict:
         done = restore(state, optimizer, prompt_rng, noise_rng, device, run)
     eval_prompts = held_out_prompts(task, cfg.eval_prompts)
     P, N = task.prompt_len, task.max_new_tokens
-    identical = cfg.check_weights and rollout_arithmetic.weights == trainer_arithmetic.weights
+    check_weights = cfg.check_weights and rollout_arithmetic.weights == trainer_arithmetic.weights
+
+    def trainer_pass(read, tokens, replay):
+        """Log-probs and entropy (rows, N) of sampled tokens; expert choices (rows, L, P + N - 1, k)."""
+        replay = replay.movedim(1, 0).flatten(1, 2) if cfg.replay_routing else None
+        out = policy(read, replay=replay, logits_from=P - 1)
+        logprobs, entropy = grpo.token_logprobs(out.logits, tokens, cfg.temperature)
+        return logprobs, entropy, torch.stack(out.choice, 1).unflatten(0, read.shape).movedim(2, 1)
+
+    @Graphed
+    @torch.no_grad()
+    def old_pass(*inputs):
+        """`trainer_pass` and, where both sides hold the same weight format: are they the same?"""
+        outputs = trainer_pass(*inputs)
+        identical = torch.ones(1, dtype=torch.bool, device=device)
+        return *outputs, identical & engine.multiplies_what(policy) if check_weights else identical
+
+    @Graphed
+    def gradient_pass(read, tokens, replay, old_logprobs, advantages, mask, weights):
+        """Fills the policy's gradients; returns loss, share of clipped tokens, gradient norm."""
+        logprobs, _, _ = trainer_pass(read, tokens, replay)
+        loss, clip_share = grpo.policy_loss(
+            logprobs, old_logprobs, advantages, mask, cfg.clip, weights
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
+        return loss.detach(), clip_share, grad_norm
 
     with Log(run / "log.jsonl", state) as log, graceful_interrupt() as interrupted:
         log.describe(cfg, engine, policy, resumed_at=done if state else None)
@@ -232,45 +272,32 @@ def main(cfg: Config) -> dict:
             # 5. log-probs under the trainer, before the first update: (B, N)
             read = torch.cat([prompts, rollout.tokens[:, :-1]], 1)  # (B, P + N - 1)
             mask = grpo.token_mask(rollout.lengths, N)
-            batches = torch.arange(len(read), device=device).chunk(cfg.minibatches)
-
-            def trainer_pass(rows, read=read, rollout=rollout):
-                """Log-probs and entropy (rows, N) of the sampled tokens, and the expert choices."""
-                replay = rollout.choice[:, rows].flatten(1, 2) if cfg.replay_routing else None
-                out = policy(read[rows], replay=replay, logits_from=P - 1)
-                logprobs, entropy = grpo.token_logprobs(
-                    out.logits, rollout.tokens[rows], cfg.temperature
-                )
-                return logprobs, entropy, torch.stack(out.choice).unflatten(1, (len(rows), -1))
-
-            with torch.no_grad():
-                old = [trainer_pass(rows) for rows in batches]
-            old_logprobs, entropy = (torch.cat([o[i] for o in old]) for i in (0, 1))
-            choice = torch.cat([o[2] for o in old], 1)  # (L, B, P + N - 1, top_k)
+            replay = rollout.choice if cfg.replay_routing else read[:, :0]
+            size = len(read) // cfg.minibatches
+            batches = [slice(i, i + size) for i in range(0, len(read), size)]
+            old = [old_pass(read[b], rollout.tokens[b], replay[b]) for b in batches]
+            old_logprobs, entropy, choice, identical = map(torch.cat, zip(*old, strict=True))
             weights = grpo.importance_weights(
                 old_logprobs, rollout.logprobs, cfg.correction, cfg.correction_cap
             )
             if bad := engine.model.nonfinite() + policy.nonfinite():
                 raise FloatingPointError(f"step {step + 1}: inf or NaN in {', '.join(bad)}")
-            if identical and not weights_identical(engine, policy):
+            if not identical.all():
                 raise RuntimeError(f"step {step + 1}: engine and trainer multiply other weights")
 
-            for i, rows in enumerate(batches):
-                # 6. loss
-                loss, clip_share = grpo.policy_loss(
-                    trainer_pass(rows)[0], old_logprobs[rows], advantages[rows], mask[rows],
-                    cfg.clip, None if weights is None else weights[rows],
+            for i, b in enumerate(batches):
+                # 6. loss, and its gradient
+                loss, clip_share, grad_norm = gradient_pass(
+                    read[b], rollout.tokens[b], replay[b], old_logprobs[b], advantages[b], mask[b],
+                    weights[b],
                 )  # fmt: skip
-
-                # 7. step
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
                 if not torch.isfinite(loss + grad_norm):
                     raise FloatingPointError(
                         f"step {step + 1}, mini-batch {i + 1}: loss {loss.item():g}, gradient norm "
                         f"{grad_norm.item():g}; the last checkpoint holds the weights before it"
                     )
+
+                # 7. step
                 optimizer.step()
 
             # 8. log
@@ -323,26 +350,23 @@ def run_evaluation(log, step: int, engine: Engine, trainer_engine: Engine, task,
     )
 
 
-def weights_identical(engine: Engine, policy: MoETransformer) -> bool:
-    """Does the engine's GEMM multiply, bit for bit, what the trainer's last one multiplied?"""
-    return all(
-        torch.equal(engine.experts[name].weights_seen(), experts.consumed.value())
-        for name, experts in policy.expert_linears().items()
-    )
-
-
 # ---- the run's folder: a log that only grows, a checkpoint that is replaced whole
 
 
-def open_run(run: Path, cfg: Config) -> dict | None:
-    """Make the run's folder, or, resuming, return its checkpoint; ValueError if either cannot be."""
-    if (run / "log.jsonl").exists() and not cfg.resume:
-        raise ValueError(f"{run} already holds a run; continue it with --resume or choose --out")
+def make_folder(path: Path) -> None:
+    """Make a folder that files can be written to; ValueError where that is not possible."""
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "log.jsonl").open("a").close()
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as e:
-        raise ValueError(f"--out: cannot write to {run} ({e.strerror}); choose another") from e
+        raise ValueError(f"--out: cannot write to {path} ({e.strerror}); choose another") from e
+
+
+def find_checkpoint(run: Path, cfg: Config) -> dict | None:
+    """The checkpoint to resume from, None for a new run; ValueError if it is another run's."""
+    if not cfg.resume and (run / "log.jsonl").exists():
+        raise ValueError(f"{run} already holds a run; continue it with --resume or choose --out")
     if not cfg.resume or not (run / "checkpoint.pt").exists():
         return None
     state = checkpoint.load(run / "checkpoint.pt")
@@ -494,27 +518,29 @@ def warm_start(cfg: Config) -> Path:
     """Supervised training on noisy demonstrations (tasks.py), in bf16; returns the checkpoint."""
     device, task = torch.device(cfg.device), cfg.task
     path = Path(cfg.out) / f"{cfg.preset}.pt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"--out: cannot write to {path.parent} ({e.strerror})") from e
+    make_folder(path.parent)
     torch.manual_seed(cfg.seed)
     policy = make_policy(cfg.model, Arithmetic()).to(device)
     engine = Engine(policy, Arithmetic())
-    optimizer = torch.optim.AdamW(policy.parameters(), cfg.warm_lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), cfg.warm_lr, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.warm_steps)
     rng = torch.Generator().manual_seed(cfg.seed)
-    bar = tqdm(range(1, cfg.warm_steps + 1), desc=f"warm start {cfg.preset}", disable=None)
-    for step in bar:
-        prompts = task.sample_prompts(cfg.warm_batch, rng)
-        answer = task.demonstrations(prompts, cfg.warm_noise, rng)  # (B, N)
-        tokens = torch.cat([prompts, answer], 1).to(device)
+
+    @Graphed
+    def gradient_pass(tokens):
         out = policy(tokens[:, :-1], logits_from=task.prompt_len - 1)
         loss = F.cross_entropy(out.logits.flatten(0, 1), tokens[:, task.prompt_len :].flatten())
         balance = sum(map(load_balance, out.router_probs, out.choice))
         optimizer.zero_grad()
         (loss + 0.01 * balance).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
+        return (loss.detach(),)
+
+    bar = tqdm(range(1, cfg.warm_steps + 1), desc=f"warm start {cfg.preset}", disable=None)
+    for step in bar:
+        prompts = task.sample_prompts(cfg.warm_batch, rng)
+        answer = task.demonstrations(prompts, cfg.warm_noise, rng)  # (B, N)
+        (loss,) = gradient_pass(torch.cat([prompts, answer], 1).to(device))
         optimizer.step()
         schedule.step()
         if step % 100 == 0 or step == cfg.warm_steps:

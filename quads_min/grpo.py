@@ -70,13 +70,13 @@ def token_logprobs(
 
 def importance_weights(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, correction: str, cap: float
-) -> torch.Tensor | None:
-    """Weights w (B, N) of the module docstring, detached; None for correction "none"."""
+) -> torch.Tensor:
+    """Weights w (B, N) of the module docstring, detached; ones for correction "none"."""
     if correction not in CORRECTIONS:
         raise ValueError(f"correction must be one of {', '.join(CORRECTIONS)}, got {correction!r}")
-    if correction == "none":
-        return None
     ratio = (old_logprobs - rollout_logprobs).detach().exp()
+    if correction == "none":
+        return torch.ones_like(ratio)
     return ratio.clamp(max=cap) if correction == "tis" else torch.where(ratio <= cap, ratio, 0.0)
 
 
@@ -141,7 +141,7 @@ def choice_mismatch(ours: torch.Tensor, theirs: torch.Tensor, read: torch.Tensor
     """Share of (layer, token) pairs whose expert choice, as a set, differs.
 
     Args:
-        ours, theirs: (L, B, T, top_k) int64. read: (B, T) bool, the tokens that count.
+        ours, theirs: (B, L, T, top_k) int64. read: (B, T) bool, the tokens that count.
     """
-    differs = (ours.sort(-1).values != theirs.sort(-1).values).any(-1) & read
-    return differs.sum() / (read.sum().clamp(min=1) * ours.shape[0])
+    differs = (ours.sort(-1).values != theirs.sort(-1).values).any(-1) & read.unsqueeze(1)
+    return differs.sum() / (read.sum().clamp(min=1) * ours.shape[1])

@@ -302,7 +302,7 @@ class MoETransformer(nn.Module):
         start: int = 0,
         cache: list[Cache] | None = None,
         live: torch.Tensor | None = None,
-        replay: list[torch.Tensor] | None = None,
+        replay: torch.Tensor | None = None,
         logits_from: int = 0,
     ) -> Output:
         """One pass over tokens (B, T) at positions start, start + 1, ...
@@ -311,7 +311,7 @@ class MoETransformer(nn.Module):
             start: position of tokens[:, 0]; above 0 it needs `cache`, which holds the past.
             cache: written at these positions, read up to them; None: tokens see each other alone.
             live: (B, T) bool, which tokens count when RAC chooses its channels; None: all.
-            replay: per layer (B * T, top_k), the expert choices to take instead of the router's.
+            replay: (L, B * T, top_k) int64, the expert choices to take instead of the router's.
             logits_from: compute logits for tokens[:, logits_from:] alone.
         """
         h = F.embedding(tokens, self.embed).to(self.residual_dtype)  # (B, T, D)
@@ -319,9 +319,9 @@ class MoETransformer(nn.Module):
         live = None if live is None else live.flatten()
         choices, router_probs = [], []
         for i, layer in enumerate(self.layers):
-            h, choice, probs = layer(
-                h, angles, start, cache and cache[i], live, replay and replay[i]
-            )
+            past = None if cache is None else cache[i]
+            taken = None if replay is None else replay[i]
+            h, choice, probs = layer(h, angles, start, past, live, taken)
             choices.append(choice)
             router_probs.append(probs)
         x = F.rms_norm(h[:, logits_from:].float(), h.shape[-1:], self.norm, 1e-6)

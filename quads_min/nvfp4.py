@@ -270,7 +270,7 @@ def quantize_with_residual(
 
 
 def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 with one scale a row: x ~ plane * scale, scale = amax / 448 (1 if amax = 0).
+    """E4M3 with one scale a row: x ~ plane * scale, scale = amax / 448 (1 where that is 0).
 
     Args:
         x: (..., K) bf16, fp16 or fp32.
@@ -279,7 +279,8 @@ def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax == 0, 1.0, amax / torch.full_like(amax, E4M3_MAX))
+    scale = amax / torch.full_like(amax, E4M3_MAX)
+    scale = torch.where(scale == 0, 1.0, scale)
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
