@@ -312,7 +312,7 @@ def parse_arithmetics(names: str) -> dict[str, Arithmetic]:
     return {n: ARITHMETICS[n] for n in names.split(",")}
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description="Generate from a checkpoint, or evaluate it in several arithmetics.",
         allow_abbrev=False,
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="how many (default: 8, with --eval 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     count = args.prompts or (1024 if args.eval else 8)
     path = args.eval or args.checkpoint
     for name, arithmetic in parse_arithmetics(args.arithmetic).items():
@@ -344,9 +344,15 @@ def main() -> None:
             print(f"{'right' if reward else 'wrong'}   {task.decode(prompts[row])} {completion}")
 
 
-if __name__ == "__main__":
+def cli(argv: list[str]) -> int:
+    """The command line; returns the exit status."""
     try:
-        main()
+        main(argv)
     except ValueError as e:
         print(f"rollout.py: error: {e}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli(sys.argv[1:]))

@@ -614,8 +614,8 @@ def run_all(args: argparse.Namespace, configs: list[Config], argv: list[str]) ->
         print(report.header(), report.row(summary), sep="\n", flush=True)
 
 
-if __name__ == "__main__":
-    argv = sys.argv[1:]
+def cli(argv: list[str]) -> int:
+    """The command line; returns the exit status."""
     try:
         args, configs = parse(argv)
         if args.warm_start:
@@ -624,9 +624,16 @@ if __name__ == "__main__":
             run_all(args, configs, argv)
     except KeyboardInterrupt as e:
         at = f" after step {e.args[0]}" if e.args else ""
-        again = shlex.join(["python", *sys.argv, *(["--resume"] * ("--resume" not in argv))])
+        again = shlex.join(
+            ["python", "train.py", *argv, *(["--resume"] * ("--resume" not in argv))]
+        )
         print(f"\ninterrupted{at}; continue with: {again}", file=sys.stderr)
-        sys.exit(130)
+        return 130
     except (ValueError, FloatingPointError, RuntimeError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli(sys.argv[1:]))

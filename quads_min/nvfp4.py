@@ -52,23 +52,23 @@ class Encoded(NamedTuple):
     """The same before packing. `planes` and `dequantize` are its two readings."""
 
     value: torch.Tensor  # (..., K / 16, 16) fp32, on the E2M1 grid
-    scale: torch.Tensor  # (..., K / 16) float8_e4m3fn
+    scale: torch.Tensor  # (..., K / 16) fp32, on the E4M3 grid
     global_scale: torch.Tensor
 
     def planes(self) -> torch.Tensor:
         """value * s_b, without g: (..., K) fp32, exact in bf16 and fp16."""
-        return (self.value * self.scale.float().unsqueeze(-1)).flatten(-2)
+        return (self.value * self.scale.unsqueeze(-1)).flatten(-2)
 
     def dequantize(self) -> torch.Tensor:
         """x^ = value * (s_b * g): (..., K) fp32. The association is part of the format."""
-        return (self.value * (self.scale.float() * self.global_scale).unsqueeze(-1)).flatten(-2)
+        return (self.value * (self.scale * self.global_scale).unsqueeze(-1)).flatten(-2)
 
     def pack(self) -> NVFP4Tensor:
         """Codes to bytes: [1.0, 6.0] -> codes 2, 7 -> 0x72."""
         magnitudes = self.value.new_tensor(E2M1_VALUES)
         code = torch.bucketize(self.value.abs(), magnitudes) + 8 * torch.signbit(self.value)
         low, high = rearrange(code.to(torch.uint8), "... b (k two) -> two ... (b k)", two=2)
-        return NVFP4Tensor(low | (high << 4), self.scale, self.global_scale)
+        return NVFP4Tensor(low | (high << 4), self.scale.to(torch.float8_e4m3fn), self.global_scale)
 
 
 # ---- the quantizer
@@ -101,10 +101,10 @@ def _encode_blocks(x: torch.Tensor, S: torch.Tensor) -> Encoded:
     g = S.reciprocal()
     blocks = rearrange(x, "... (b k) -> ... b k", k=QBLOCK)  # (..., K / 16, 16)
     bmax = blocks.abs().amax(-1)
-    scale = (bmax * (S * (1 / 6))).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)  # clamp, then cast
-    enc = (scale.float() * g).reciprocal().clamp(max=FLT_MAX).unsqueeze(-1)
+    scale = (bmax * (S * (1 / 6))).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    enc = (scale * g).reciprocal().clamp(max=FLT_MAX).unsqueeze(-1)
     value = round_to_e2m1((blocks * enc).clamp(-E2M1_MAX, E2M1_MAX))
-    return Encoded(torch.where((scale.float() == 0).unsqueeze(-1), 0.0, value), scale, g)
+    return Encoded(torch.where(scale.unsqueeze(-1) == 0, 0.0, value), scale, g)
 
 
 def encode(x: torch.Tensor, outer: str = "row") -> Encoded:
@@ -147,7 +147,7 @@ def unpack(t: NVFP4Tensor) -> Encoded:
     codes = rearrange([t.packed & 0xF, t.packed >> 4], "two ... k -> ... (k two)").int()
     table = t.global_scale.new_tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES))
     value = rearrange(table[codes], "... (b k) -> ... b k", k=QBLOCK)
-    return Encoded(value, t.scale, t.global_scale)
+    return Encoded(value, t.scale.float(), t.global_scale)
 
 
 def fake_quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> torch.Tensor:
