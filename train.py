@@ -74,6 +74,7 @@ class Config:
     resume: bool = knob(False, "continue runs that --out holds; start those that it does not")
     deterministic: bool = knob(False, "deterministic CUDA kernels, so that resuming is bit-exact")
     checkpoint_every: int = knob(1, "steps between checkpoints: what a kill can lose")
+    log_every: int = knob(1, "steps between lines of the log; evaluations are always logged")
     # GRPO (grpo.py)
     lr: float = knob(1e-4, "of AdamW")
     prompts: int = knob(16, "prompts per step")
@@ -123,7 +124,14 @@ class Config:
             )
         if self.group_size < 2:
             raise ValueError(f"group_size must be 2 or more (GRPO compares), got {self.group_size}")
-        for name in ("steps", "checkpoint_every", "eval_every", "eval_prompts", "warm_steps"):
+        for name in (
+            "steps",
+            "checkpoint_every",
+            "log_every",
+            "eval_every",
+            "eval_prompts",
+            "warm_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("lr", "temperature", "clip", "grad_clip", "correction_cap"):
@@ -316,7 +324,8 @@ def main(cfg: Config) -> dict:
             metrics = dict(zip(tensors, values, strict=True))
             seconds = time.perf_counter() - began
             tokens = round(metrics["length"] * len(read))
-            log("step", step=step + 1, **metrics, tokens=tokens, seconds=seconds)
+            if (step + 1) % cfg.log_every == 0:
+                log("step", step=step + 1, **metrics, tokens=tokens, seconds=seconds)
             bar.set_postfix(
                 reward=f"{metrics['reward']:.3f}",
                 gap=f"{metrics['gap_mean']:.4f}",
