@@ -2,15 +2,15 @@
 
     engine = Engine(policy, arithmetic)
     engine.sync()                                    weights: master -> packed, once per update
-    rollout = engine.generate(prompts, ...)          tokens, and the log-probs they were sampled with
+    rollout = engine.generate(prompts, ...)          tokens, and the log-probs of sampling them
 
 Activations are quantized online, in every expert GEMM of every decode step; so is the residual of
 RAC, whose channel mask is chosen anew in each GEMM over the sequences that are still running:
 
     r = x - x^,   m = the blocks with most energy in r,   r^ = DQ(Q(r * m)),   y = (x^ + r^) V^^T
 
-Residual stream, KV cache and dense weights are bf16 here (the trainer keeps fp32 masters and an fp32
-residual stream): the natural drift between two sides that would otherwise compute the same.
+Residual stream, KV cache and dense weights are bf16 here (the trainer keeps fp32 masters and an
+fp32 residual stream): the natural drift between two sides that would otherwise compute the same.
 
 As a script:
 
@@ -41,7 +41,7 @@ SHIPPED = Path(checkpoint.__file__).parent / "checkpoints"  # the warm-started p
 
 
 class Rollout(NamedTuple):
-    """B completions of N tokens. Tokens from lengths on are padding, their log-probs meaningless."""
+    """B completions of N tokens. What lies past `lengths` is padding, its log-probs meaningless."""
 
     tokens: torch.Tensor  # (B, N) int64
     logprobs: torch.Tensor  # (B, N) fp32, of the sampled tokens, at the sampling temperature
@@ -65,7 +65,7 @@ class TorchExperts(ExpertLinear):
         self.operand: Operand | None = None
 
     def load(self, v: torch.Tensor) -> None:
-        """Quantize and pack V (E, N, K). After the first time in place: CUDA graphs hold addresses."""
+        """Quantize and pack V (E, N, K), later times in place: CUDA graphs hold addresses."""
         v = v.detach().to(torch.bfloat16)
         if self.arithmetic.weights == "nvfp4":
             stored = nvfp4.encode(v, outer="tensor").pack()
@@ -225,8 +225,8 @@ class Engine:
                 shared by copying, as engines with prefix caching do.
             max_new_tokens: N; a sequence stops after `eos` or N tokens; `pad` fills the rest.
             temperature: above 0; log-probs are taken at it.
-            generator: a CPU generator. Token i of row b depends on uniform [b, i] of one draw alone,
-                so equal seeds give engines of different arithmetic common random numbers.
+            generator: on the CPU. Token i of row b depends on uniform [b, i] of one draw alone, so
+                equal seeds give engines of different arithmetic common random numbers.
         """
         B, P = prompts.shape[0] * samples, prompts.shape[1]
         if temperature <= 0:
@@ -263,9 +263,7 @@ class Engine:
                 logits = out.logits
                 choices.append(torch.stack(out.choice, 1).unsqueeze(1))  # (B, 1, L, top_k)
             cumulative = (logits[:, 0] / temperature).softmax(-1).cumsum(-1)  # (B, V)
-            token = (cumulative < uniforms[:, i : i + 1] * cumulative[:, -1:]).sum(
-                -1
-            )  # inverse CDF
+            token = (cumulative < uniforms[:, i : i + 1] * cumulative[:, -1:]).sum(-1)
             logprob, _ = token_logprobs(logits[:, 0], token, temperature)
             tokens.append(torch.where(live, token, pad))
             logprobs.append(logprob)
@@ -289,7 +287,7 @@ def evaluate(
 ) -> dict[str, float]:
     """pass@1 at temperature 1 on `prompts`, and the share of right answers that skipped steps.
 
-    The sampling noise depends on `seed` and prompt alone: common random numbers for all arithmetics.
+    The noise depends on `seed` and prompt alone: common random numbers for all arithmetics.
     """
     noise = torch.Generator().manual_seed(seed)
     out = engine.generate(prompts, task.max_new_tokens, task.eos, task.pad, generator=noise)
@@ -312,7 +310,8 @@ def parse_arithmetics(names: str) -> dict[str, Arithmetic]:
     return {n: ARITHMETICS[n] for n in names.split(",")}
 
 
-def main(argv: list[str]) -> None:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Flags of the script; argparse ends the program on bad ones."""
     parser = argparse.ArgumentParser(
         description="Generate from a checkpoint, or evaluate it in several arithmetics.",
         allow_abbrev=False,
@@ -324,6 +323,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
+    if args.prompts is not None and args.prompts < 1:
+        raise ValueError(f"--prompts must be 1 or more, got {args.prompts}")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: torch sees no CUDA device; use --device cpu")
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print completions of held-out prompts, or pass@1, in each arithmetic."""
     count = args.prompts or (1024 if args.eval else 8)
     path = args.eval or args.checkpoint
     for name, arithmetic in parse_arithmetics(args.arithmetic).items():
@@ -347,7 +355,7 @@ def main(argv: list[str]) -> None:
 def cli(argv: list[str]) -> int:
     """The command line; returns the exit status."""
     try:
-        main(argv)
+        run(parse(argv))
     except ValueError as e:
         print(f"rollout.py: error: {e}", file=sys.stderr)
         return 2

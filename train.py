@@ -1,4 +1,4 @@
-"""QUADS in one file: the RL loop that ties the rollout engine (rollout.py) to the trainer (quads_min/).
+"""The RL loop of QUADS: it ties the engine (rollout.py) to the trainer (quads_min/).
 
     python train.py --mode quads                       one run: 2 minutes on a CPU, less on a GPU
     python train.py --mode all --seeds 0,1,2 --jobs 2  every row of the table, two runs at a time
@@ -18,35 +18,31 @@ Each mode is a pair of arithmetics for the routed experts' GEMMs (W weights, A a
 
 What this loop leaves out, compared with the paper (arXiv 2607.15810), and why:
 
-1. Its 25B MoE model, Megatron-LM and SGLang: a toy of 0.2M (tiny) or 1M (base) parameters, so that a
-   run takes a minute and every mode can be run over seeds.
+1. Its 25B MoE model, Megatron-LM and SGLang: a toy of 0.2M (tiny) or 1M (base) parameters, so
+   that a run takes a minute and every mode can be run over seeds.
 2. FP4 tensor cores: the planes of nvfp4.py give their numbers on any device, not their speed.
 3. Natural activation outliers: planted (model.py), since a toy grows none.
 4. Asynchrony between engine and trainer: rollouts are always from the current weights.
-5. A learning-rate schedule, weight decay, a KL term, dropout: none, one thing less to tune per mode.
+5. A learning-rate schedule, weight decay, a KL term, dropout: none, one thing less to tune per
+   mode.
 """
 
 import argparse
-import json
 import os
-import platform
 import shlex
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from quads_min import checkpoint, grpo, report
-from quads_min.model import ModelConfig, MoETransformer, contaminated_blocks, plant_outliers
+from quads_min import checkpoint, grpo, report, runs
+from quads_min.model import ModelConfig, contaminated_blocks, plant_outliers
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
 from quads_min.qat import make_policy
 from quads_min.tasks import ChainTask
@@ -76,7 +72,7 @@ class Config:
     checkpoint_every: int = knob(1, "steps between checkpoints: what a kill can lose")
     log_every: int = knob(1, "steps between lines of the log; evaluations are always logged")
     # GRPO (grpo.py)
-    lr: float = knob(1e-4, "of AdamW")
+    lr: float = knob(2e-4, "of AdamW")
     prompts: int = knob(16, "prompts per step")
     group_size: int = knob(16, "G, completions per prompt")
     minibatches: int = knob(2, "updates per step, each on whole groups")
@@ -183,8 +179,8 @@ class Config:
 PRESETS = {
     "base": {},
     "tiny": {
-        "steps": 300, "lr": 2e-4, "group_size": 8, "width": 64, "layers": 3, "experts": 4,
-        "outlier_gain": 16.0, "outlier_channels": 3, "prime": 13, "chain": 5,
+        "steps": 400, "group_size": 8, "width": 64, "layers": 3, "experts": 4,
+        "outlier_channels": 2, "prime": 13, "chain": 5,
         "warm_steps": 1000, "warm_lr": 1e-3, "warm_batch": 256, "warm_noise": 0.12,
     },
 }
@@ -200,31 +196,29 @@ def main(cfg: Config) -> dict:
         torch.use_deterministic_algorithms(True)
     task, (rollout_arithmetic, trainer_arithmetic) = cfg.task, cfg.arithmetics
     run = Path(cfg.out) / f"{cfg.label}-s{cfg.seed}"
-    state = find_checkpoint(run, cfg)
+    state = runs.find_checkpoint(run, asdict(cfg))
 
     policy = make_policy(cfg.model, trainer_arithmetic).to(device)
     start_from = Path(cfg.init) if cfg.init else SHIPPED / f"{cfg.preset}.pt"
     checkpoint.load_weights(policy, state or checkpoint.load(start_from), start_from, bool(state))
-    make_folder(run)
+    runs.make_folder(run)
     engine = Engine(policy, rollout_arithmetic, cfg.backend, cfg.engine_drift)
     same = rollout_arithmetic == trainer_arithmetic and not cfg.engine_drift
     trainer_engine = engine if same else Engine(policy, trainer_arithmetic, cfg.backend)
     optimizer = torch.optim.AdamW(
         policy.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    prompt_rng, noise_rng = torch.Generator(), torch.Generator()
-    prompt_rng.manual_seed(2 * cfg.seed)
-    noise_rng.manual_seed(2 * cfg.seed + 1)
+    prompt_rng = torch.Generator().manual_seed(2 * cfg.seed)
+    noise_rng = torch.Generator().manual_seed(2 * cfg.seed + 1)
+    generators = {"prompts": prompt_rng, "noise": noise_rng}
     torch.manual_seed(cfg.seed)  # engine_drift alone draws from this one
-    done = 0
-    if state:
-        done = restore(state, optimizer, prompt_rng, noise_rng, device, run)
+    done = runs.restore(state, optimizer, generators, device, run) if state else 0
     eval_prompts = held_out_prompts(task, cfg.eval_prompts)
     P, N = task.prompt_len, task.max_new_tokens
     check_weights = cfg.check_weights and rollout_arithmetic.weights == trainer_arithmetic.weights
 
     def trainer_pass(read, tokens, replay):
-        """Log-probs and entropy (rows, N) of sampled tokens; expert choices (rows, L, P + N - 1, k)."""
+        """Log-probs and entropy (rows, N) of sampled tokens; choices (rows, L, P + N - 1, k)."""
         replay = replay.movedim(1, 0).flatten(1, 2) if cfg.replay_routing else None
         out = policy(read, replay=replay, logits_from=P - 1)
         logprobs, entropy = grpo.token_logprobs(out.logits, tokens, cfg.temperature)
@@ -250,8 +244,9 @@ def main(cfg: Config) -> dict:
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
         return loss.detach(), clip_share, grad_norm
 
-    with Log(run / "log.jsonl", state) as log, graceful_interrupt() as interrupted:
-        log.describe(cfg, engine, policy, resumed_at=done if state else None)
+    log = runs.Log(run / "log.jsonl", state)
+    with log, runs.graceful_interrupt() as interrupted:
+        describe(cfg, engine, log, done)
         bar = tqdm(
             range(done, cfg.steps), initial=done, total=cfg.steps, desc=cfg.label, disable=None
         )
@@ -333,7 +328,7 @@ def main(cfg: Config) -> dict:
             )
             last = step + 1 == cfg.steps or interrupted()
             if (step + 1) % cfg.checkpoint_every == 0 or last:
-                save(run, cfg, policy, optimizer, prompt_rng, noise_rng, step + 1, log)
+                runs.save(run, policy, task, optimizer, generators, log, asdict(cfg), step + 1)
             if interrupted():
                 raise KeyboardInterrupt(step + 1)
 
@@ -341,6 +336,28 @@ def main(cfg: Config) -> dict:
         run_evaluation(log, cfg.steps, engine, trainer_engine, task, eval_prompts)
         log("end", step=cfg.steps, seconds=log.seconds())
     return report.summarize(report.read_log(run / "log.jsonl"))
+
+
+def describe(cfg: Config, engine: Engine, log: runs.Log, done: int) -> None:
+    """The log's first line, and what the terminal should know: what runs, on what, in what."""
+    environment = runs.environment(engine.device)
+    if done:
+        log("resume", step=done, **environment)
+        return
+    rollout, trainer = map(str, cfg.arithmetics)
+    contaminated = contaminated_blocks(plant_outliers(cfg.model))
+    backend = f"{cfg.backend} (emulated)"
+    log(
+        "config", mode=cfg.mode, seed=cfg.seed, label=cfg.label, config=asdict(cfg),
+        command=shlex.join(["python", *sys.argv]), **environment, backend=backend,
+        rollout=rollout, trainer=trainer, weight_bytes=engine.weight_bytes,
+        contaminated_blocks=contaminated,
+    )  # fmt: skip
+    tqdm.write(
+        f"{cfg.label}, seed {cfg.seed}: rollouts {rollout}, trainer {trainer}\n"
+        f"  {backend} backend on {environment['device']}; {engine.weight_bytes:,} bytes of expert "
+        f"weights; outliers in {contaminated[0]} of {contaminated[1]} blocks; log: {log.file.name}"
+    )
 
 
 def run_evaluation(log, step: int, engine: Engine, trainer_engine: Engine, task, prompts) -> None:
@@ -359,167 +376,6 @@ def run_evaluation(log, step: int, engine: Engine, trainer_engine: Engine, task,
     )
 
 
-# ---- the run's folder: a log that only grows, a checkpoint that is replaced whole
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder that files can be written to; ValueError where that is not possible."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as e:
-        raise ValueError(f"--out: cannot write to {path} ({e.strerror}); choose another") from e
-
-
-def find_checkpoint(run: Path, cfg: Config) -> dict | None:
-    """The checkpoint to resume from, None for a new run; ValueError if it is another run's."""
-    if not cfg.resume and (run / "log.jsonl").exists():
-        raise ValueError(f"{run} already holds a run; continue it with --resume or choose --out")
-    if not cfg.resume or not (run / "checkpoint.pt").exists():
-        return None
-    state = checkpoint.load(run / "checkpoint.pt")
-    for part in ("config", "step", "optimizer", "rng", "log_bytes", "seconds"):
-        if part not in state:
-            raise ValueError(
-                f"{run / 'checkpoint.pt'}: no {part} in it, so no run can resume from it"
-            )
-    free = ("out", "device", "resume", "steps", "checkpoint_every", "check_weights", "init")
-    now = asdict(cfg)
-    for name, value in state["config"].items():
-        if name not in free and now.get(name) != value:
-            raise ValueError(
-                f"{run}: the run to resume has {name}={value!r}, this command {now.get(name)!r}"
-            )
-    if state["step"] > cfg.steps:
-        raise ValueError(f"{run}: already at step {state['step']}, beyond --steps {cfg.steps}")
-    return state
-
-
-def save(run, cfg, policy, optimizer, prompt_rng, noise_rng, step: int, log: "Log") -> None:
-    """Everything that the next step depends on, and where the log stood."""
-    rng = {"prompts": prompt_rng.get_state(), "noise": noise_rng.get_state()}
-    rng["cpu"] = torch.get_rng_state()
-    if cfg.device.startswith("cuda"):
-        rng["cuda"] = torch.cuda.get_rng_state(cfg.device)
-    checkpoint.save(
-        run / "checkpoint.pt", policy, cfg.task, config=asdict(cfg), step=step, rng=rng,
-        optimizer=optimizer.state_dict(), log_bytes=log.bytes(), seconds=log.seconds(),
-    )  # fmt: skip
-
-
-def restore(state: dict, optimizer, prompt_rng, noise_rng, device, run: Path) -> int:
-    """The inverse of `save`; returns the number of steps done."""
-    try:
-        optimizer.load_state_dict(state["optimizer"])
-    except (ValueError, KeyError) as e:
-        raise ValueError(f"{run / 'checkpoint.pt'}: optimizer state of another model ({e})") from e
-    prompt_rng.set_state(state["rng"]["prompts"])
-    noise_rng.set_state(state["rng"]["noise"])
-    torch.set_rng_state(state["rng"]["cpu"])
-    if device.type == "cuda" and "cuda" in state["rng"]:
-        torch.cuda.set_rng_state(state["rng"]["cuda"], device)
-    return state["step"]
-
-
-class Log:
-    """JSON lines, one event each. Resuming cuts what came after the checkpoint: it happens again."""
-
-    def __init__(self, path: Path, state: dict | None):
-        self.file = path.open("r+" if state else "w", encoding="utf-8")
-        if state:
-            self.file.truncate(state["log_bytes"])
-            self.file.seek(0, os.SEEK_END)
-        self.began = time.perf_counter() - (state["seconds"] if state else 0.0)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.file.close()
-
-    def __call__(self, event: str, **values) -> None:
-        short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
-        self.file.write(json.dumps({"event": event, **short}) + "\n")
-        self.file.flush()
-
-    def bytes(self) -> int:
-        return self.file.tell()
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.began
-
-    def describe(self, cfg: Config, engine: Engine, policy, resumed_at: int | None) -> None:
-        """The first line: what ran, on what, from which commit."""
-        device = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
-        backend = f"{cfg.backend} (emulated)"
-        rollout, trainer = (str(a) for a in cfg.arithmetics)
-        if resumed_at is not None:
-            self("resume", step=resumed_at, device=device, commit=git_commit())
-            return
-        contaminated = contaminated_blocks(plant_outliers(cfg.model))
-        self(
-            "config", mode=cfg.mode, seed=cfg.seed, label=cfg.label, config=asdict(cfg),
-            command=shlex.join(["python", *sys.argv]), commit=git_commit(), versions=versions(),
-            device=device, backend=backend, rollout=rollout, trainer=trainer,
-            weight_bytes=engine.weight_bytes, contaminated_blocks=contaminated,
-        )  # fmt: skip
-        tqdm.write(
-            f"{cfg.label}, seed {cfg.seed}: rollouts {rollout}, trainer {trainer}\n"
-            f"  {backend} backend on {device}; {engine.weight_bytes:,} bytes of expert weights; "
-            f"outliers in {contaminated[0]} of {contaminated[1]} blocks; log in {self.file.name}"
-        )
-
-
-def cpu_name() -> str:
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "einops"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
-
-
-def git_commit() -> str:
-    """The commit of this checkout, with + if files differ from it; 'unknown' outside of one."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        dirty = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
-        )
-    except OSError:
-        return "unknown"
-    return (commit.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else "")
-
-
-class graceful_interrupt:
-    """The first Ctrl-C lets the step finish and be saved; the second one stops at once."""
-
-    def __enter__(self):
-        self.seen = False
-        try:
-            self.previous = signal.signal(signal.SIGINT, self.note)
-        except ValueError:  # not the main thread: no handler, Ctrl-C is not ours to catch
-            self.previous = None
-        return lambda: self.seen
-
-    def note(self, *_):
-        self.seen = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __exit__(self, *exception):
-        if self.previous is not None:
-            signal.signal(signal.SIGINT, self.previous)
-
-
 # ---- warm start: the base policy that RL begins with
 
 
@@ -527,7 +383,7 @@ def warm_start(cfg: Config) -> Path:
     """Supervised training on noisy demonstrations (tasks.py), in bf16; returns the checkpoint."""
     device, task = torch.device(cfg.device), cfg.task
     path = Path(cfg.out) / f"{cfg.preset}.pt"
-    make_folder(path.parent)
+    runs.make_folder(path.parent)
     torch.manual_seed(cfg.seed)
     policy = make_policy(cfg.model, Arithmetic()).to(device)
     engine = Engine(policy, Arithmetic())
@@ -562,7 +418,7 @@ def warm_start(cfg: Config) -> Path:
 
 
 def load_balance(probs: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    """E * sum over experts of (share of slots) * (mean probability): 1 if balanced. Shazeer 2017."""
+    """E * sum over experts of (share of slots) * (mean probability): 1 if balanced."""
     share = F.one_hot(choice, probs.shape[1]).float().mean((0, 1))
     return probs.shape[1] * (share * probs.mean(0)).sum()
 
@@ -599,8 +455,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     given.pop("seed", None)
     preset = PRESETS.get(given["preset"], {})
     modes = list(MODES) if modes == "all" else modes.split(",")
-    runs = [(m, int(s)) for s in seeds.split(",") for m in modes]
-    return args, [Config(**{**preset, **given, "mode": m, "seed": s}) for m, s in runs]
+    pairs = [(m, int(s)) for s in seeds.split(",") for m in modes]
+    return args, [Config(**{**preset, **given, "mode": m, "seed": s}) for m, s in pairs]
 
 
 def run_all(args: argparse.Namespace, configs: list[Config], argv: list[str]) -> None:

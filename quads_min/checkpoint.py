@@ -1,6 +1,7 @@
 """Checkpoint files: written whole or not at all, read without executing anything, checked by name.
 
-A file is one dict: format, task and model sizes, the policy's weights; a run adds what resuming needs.
+A file is one dict: format, task and model sizes, the policy's weights; a run adds what resuming
+needs.
 """
 
 import os
@@ -19,7 +20,7 @@ FORMAT = "quads_min checkpoint 1"
 
 
 def save(path: Path, policy: MoETransformer, task: ChainTask, dtype=torch.float32, **more) -> None:
-    """Write the policy, in `dtype`, and `more`, to a temporary file beside `path`, then rename it."""
+    """Write the policy, in `dtype`, and `more` to a temporary file, then rename it to `path`."""
     weights = {k: v.to(dtype) for k, v in policy.state_dict().items()}
     content = {"format": FORMAT, "task": asdict(task), "model": asdict(policy.config)}
     temporary = path.with_name(path.name + ".tmp")

@@ -3,15 +3,17 @@
 For each prompt, G completions are sampled and rewarded. With r the rewards of one group,
 
     advantage  A = (r - mean) / std                   population std; exactly 0 if all r are equal
-    ratio      p = exp(logprobs - old_logprobs)       both of the trainer, old before the first update
+    ratio      p = exp(logprobs - old_logprobs)       both of the trainer, old: before any update
     loss       - sum over tokens of min(p A, clip(p, 1 - c, 1 + c) A) / their number
 
-No KL term, no critic. At the first mini-batch p is exactly 1, so the loss is minus the token-weighted
-mean advantage, near 0, while its gradient is the full policy gradient: watch the reward, not the loss.
+No KL term, no critic. At the first mini-batch p is exactly 1, so the loss is minus the
+token-weighted mean advantage, near 0, while its gradient is the full policy gradient: watch the
+reward, not the loss.
 
 Completions are sampled by the engine, so p should really compare with `rollout_logprobs`. The
-difference is the *gap*, old_logprobs - rollout_logprobs per sampled token, with equal weights on both
-sides: it is what quantization does to RL. An importance correction w multiplies each token's term:
+difference is the *gap*, old_logprobs - rollout_logprobs per sampled token, with equal weights on
+both sides: it is what quantization does to RL. An importance correction w multiplies each token's
+term:
 
     tis    w = min(exp(gap), C)                       truncated importance sampling
     mis    w = exp(gap) where that is <= C, else 0    masked importance sampling
@@ -36,7 +38,7 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(
-            f"group_advantages: rewards must be (prompts, G) with G >= 2, got {tuple(rewards.shape)}"
+            f"group_advantages: rewards must be (prompts, G), G >= 2, got {tuple(rewards.shape)}"
         )
     rewards = rewards.float()
     equal = (rewards == rewards[:, :1]).all(
@@ -108,7 +110,7 @@ def policy_loss(
 
 
 def kl_k3(rollout_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(rollout || trainer) from rollout samples: e^d - 1 - d, never negative.
+    """Per-token estimate of KL(rollout || trainer) from rollout samples: e^d - 1 - d, always >= 0.
 
     d = log pi_trainer - log pi_rollout at the sampled token. Source: Schulman's k3 estimator.
 
@@ -122,7 +124,7 @@ def kl_k3(rollout_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tenso
 def mismatch(
     rollout_logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Measures of the gap over real tokens, as 0-dim tensors: mean, p99 and max of |gap|, and KL."""
+    """Measures of the gap over real tokens, 0-dim tensors: mean, p99 and max of |gap|, and KL."""
     gap = torch.where(mask, (old_logprobs - rollout_logprobs).abs(), -1.0)  # -1: not a token
     count = mask.sum()
     ranked = gap.flatten().sort(descending=True).values  # real tokens first

@@ -1,26 +1,28 @@
-"""The policy: a pre-norm MoE transformer (RoPE, SwiGLU experts, softmax router, top-k renormalized).
+"""The policy: a pre-norm MoE transformer (RoPE, SwiGLU experts, softmax router, top-k).
 
-There is one definition of the architecture. What differs between rollout engine and trainer comes in
-as arguments: the expert matmul (`linear`, a subclass of ExpertLinear), the dtype of the residual
-stream and that of the dense weights. Both sides compute attention and output head with bf16 operands
-and fp32 accumulation, and router, norms, softmax, top-k combine and logits in fp32.
+There is one definition of the architecture. What differs between rollout engine and trainer comes
+in as arguments: the expert matmul (`linear`, a subclass of ExpertLinear), the dtype of the
+residual stream and that of the dense weights. Both sides compute attention and output head with
+bf16 operands and fp32 accumulation, and router, norms, softmax, top-k combine and logits in fp32.
 
     h += attention(norm(h))          x = norm(h)
-    h += sum over the token's top-k experts e of  gate_e * down_e(silu(a) * b),  [a, b] = gate_up_e(x)
+    h += sum over the token's top-k experts e of gate_e * down_e(silu(a) * b), [a, b] = gate_up_e(x)
+    gate = softmax(router(x)) of these experts, renormalized to sum 1
 
-Routing is sparse. A *slot* is one (token, chosen expert) pair, S = T * top_k of them. A counting sort
-deals the slots into tiles of `tile_rows` rows, each tile of one expert, unused rows left empty, so
-that all experts run as one batched matmul whose shape depends on shapes alone: no loop over experts,
-no host sync, no atomics, and it can live in a CUDA graph.
+Routing is sparse. A *slot* is one (token, chosen expert) pair, S = T * top_k of them. A counting
+sort deals the slots into tiles of `tile_rows` rows, each tile of one expert, unused rows left
+empty, so that all experts run as one batched matmul whose shape depends on shapes alone: no loop
+over experts, no host sync, no atomics, and it can live in a CUDA graph.
 
     slots     e1 e0 e1 e2 e1 e0          expert_of_tile   0      1      1     2     (unused)
     tiles of 2 rows:                     slot_of_row    [1 5]  [0 2]  [4 .] [3 .]  [. .]
 
-Outlier channels. Large models grow a few activation channels 20 to 100 times larger than the rest; a
-toy does not, so they are planted: a fixed vector o (ones, but a power of two on a few channels)
-multiplies the experts' input and divides the matching columns of gate_up, (x * o) (W / o)^T. The
-function is unchanged, to the bit in bf16; a quantizer sees x * o and V = W / o, and the large
-channel's 16-block neighbours lose their resolution. Next: qat.py, for the trainer's ExpertLinear.
+Outlier channels. Large models grow a few activation channels 20 to 100 times larger than the
+rest; a toy does not, so they are planted: a fixed vector o (ones, but a power of two on a few
+channels) multiplies the experts' input and divides the matching columns of gate_up, (x * o) (W /
+o)^T. The function is unchanged, to the bit in bf16; a quantizer sees x * o and V = W / o, and the
+large channel's 16-block neighbours lose their resolution. Next: qat.py, for the trainer's
+ExpertLinear.
 """
 
 from collections.abc import Callable
@@ -64,7 +66,7 @@ class ModelConfig:
             raise ValueError(f"top_k must lie in 1..experts={self.experts}, got {self.top_k}")
         if self.outlier_gain <= 0 or torch.tensor(self.outlier_gain).frexp().mantissa != 0.5:
             raise ValueError(
-                f"outlier_gain must be a power of two (else planting it changes the bf16 function), "
+                f"outlier_gain must be a power of two (else it changes the bf16 function), "
                 f"got {self.outlier_gain}"
             )
         if not 0 <= self.outlier_channels <= self.width:
@@ -116,7 +118,7 @@ class Routing(NamedTuple):
 
 
 def route(choice: torch.Tensor, experts: int) -> Routing:
-    """Deal the slots of `choice` (T, top_k) int64 into one-expert tiles, in order of slot number."""
+    """Deal the slots of `choice` (T, top_k) int64 into one-expert tiles, by slot number."""
     expert = choice.flatten()  # (S,)
     S = expert.numel()
     tile_rows = 8  # grows with S / E: padding stays small beside the slots, tiles stay few
@@ -158,7 +160,7 @@ def sum_per_expert(per_tile: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 class ExpertLinear(nn.Module):
-    """The routed experts' matmul, y = (x * o) (W / o)^T; a subclass brings weights and `product`."""
+    """The routed experts' matmul, y = (x * o) (W / o)^T; subclasses bring weights and `product`."""
 
     def __init__(self, experts: int, n: int, k: int, outliers: torch.Tensor | None):
         super().__init__()

@@ -1,8 +1,9 @@
 """NVFP4 in plain torch: the arithmetic on which rollout engine and trainer agree, bit for bit.
 
-NVFP4 stores a number in 4 bits (E2M1: 0 .5 1 1.5 2 3 4 6 and a sign) under two scales: one E4M3 byte
-per 16 values, and one fp32 number per row (activations: one per token) or per matrix (weights). With
-S the encode scale of the row or matrix, all arithmetic in fp32, round to nearest, ties to even:
+NVFP4 stores a number in 4 bits (E2M1: 0 .5 1 1.5 2 3 4 6 and a sign) under two scales: one E4M3
+byte per 16 values, and one fp32 number per row (activations: one per token) or per matrix
+(weights). With S the encode scale of the row or matrix, all arithmetic in fp32, round to nearest,
+ties to even:
 
     amax = max |x|                                    over the row, or the matrix
     S    = min(2688 / amax, FLT_MAX)                  1 if amax = 0;  2688 = 6 * 448
@@ -16,10 +17,11 @@ Why 6 and 448: they are the largest E2M1 and E4M3 values. The largest value of t
 6 * 448 * g exactly, and every block scale fits E4M3 without saturating.
 
 Exact planes. value(code) * s_b has at most 6 significant bits, so it is exact in fp16 and bf16. A
-tensor core of any age that multiplies these *planes* and accumulates in fp32, with g applied to the
-fp32 sum afterwards, therefore computes the numbers of a native FP4 GEMM up to the order of that sum.
-This is why the method can be studied without FP4 hardware. It emulates the numbers, not the speed.
-Rounding x^ itself, with g folded in, to bf16 would change nearly every entry: nobody here does.
+tensor core of any age that multiplies these *planes* and accumulates in fp32, with g applied to
+the fp32 sum afterwards, therefore computes the numbers of a native FP4 GEMM up to the order of
+that sum. This is why the method can be studied without FP4 hardware. It emulates the numbers, not
+the speed. Rounding x^ itself, with g folded in, to bf16 would change nearly every entry: nobody
+here does.
 
 The residual split below is the arithmetic of RAC (residual activation compensation): what the first
 packet lost, in the channels where it lost most, is quantized once more under the same g.
@@ -171,7 +173,7 @@ def selected_groups(groups: int, ratio: float) -> int:
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over dim 0 by adding neighbours (0 + 1, 2 + 3, ...), then neighbours of these, and so on.
 
-    The order is fixed, whatever the device and tile size, so that a mask chosen from such sums is too.
+    The order is fixed, whatever the device and tile size, and so is a mask chosen from such sums.
     """
     if x.shape[0] == 0:
         return x.new_zeros(x.shape[1:])
@@ -260,7 +262,7 @@ def quantize_with_residual(
     for what, t, shape in (("rows", rows, x.shape[:-1]), ("mask", mask, x.shape[-1:])):
         if t is not None and (t.dtype != torch.bool or t.shape != shape):
             raise ValueError(
-                f"{where}: {what} must be bool of shape {tuple(shape)}, got {t.dtype} {tuple(t.shape)}"
+                f"{where}: {what} must be bool {tuple(shape)}, got {t.dtype} {tuple(t.shape)}"
             )
     main, residual, mask = encode_with_residual(x, ratio, unit, outer, rows, mask)
     return _check_finite(where, main, name).pack(), residual.pack(), mask
@@ -297,7 +299,7 @@ def _check_input(where: str, x: torch.Tensor, outer: str, name: str) -> None:
     least = 1 if outer == "row" else 2
     if x.dim() < least:
         raise ValueError(
-            f"{where}: outer={outer!r} needs {least} dims or more, {name} has shape {tuple(x.shape)}"
+            f"{where}: outer={outer!r} needs {least} dims or more, {name} is {tuple(x.shape)}"
         )
     K = x.shape[-1]
     if K == 0 or K % QBLOCK:

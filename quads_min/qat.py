@@ -1,20 +1,20 @@
 """The trainer's side: fake-quantized experts with a straight-through backward.
 
-*Asymmetric* here means that the two sides quantize differently. The engine must quantize weights and
-activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weights alone:
+*Asymmetric* here means that the two sides quantize differently. The engine must quantize weights
+and activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weights alone:
 
-- Weights are copied. The trainer's Q(V) and the engine's are the same function of the same tensor, so
-  after a sync both multiply identical numbers, bit for bit: weight error is gone as a mismatch, and
-  training learns around it.
-- Activations are recomputed on each side, from inputs that already differ a little (bf16 against fp32
-  residual stream, another batch shape). Q amplifies the difference: two inputs on either side of a
-  rounding threshold come out a whole E2M1 step apart. Fake-quantizing them in the trainer too
-  (mode `sym`) adds this error on a second side instead of cancelling the first one's.
+- Weights are copied. The trainer's Q(V) and the engine's are the same function of the same
+  tensor, so after a sync both multiply identical numbers, bit for bit: weight error is gone as a
+  mismatch, and training learns around it.
+- Activations are recomputed on each side, from inputs that already differ a little (bf16 against
+  fp32 residual stream, another batch shape). Q amplifies the difference: two inputs on either
+  side of a rounding threshold come out a whole E2M1 step apart. Fake-quantizing them in the
+  trainer too (mode `sym`) adds this error on a second side instead of cancelling the first one's.
 
 With V = W / o (o: model.py) and Q, DQ of nvfp4.py, one GEMM of the trainer is
 
-    forward    V^ = DQ(Q(V)),  y = x V^T                          the product of exact planes, g after
-    backward   dL/dV = dL/dV^ = dL/dy^T x,   dL/dx = dL/dy V^     straight through: Q is skipped
+    forward    V^ = DQ(Q(V)),  y = x V^T                         product of exact planes, then g
+    backward   dL/dV = dL/dV^ = dL/dy^T x,   dL/dx = dL/dy V^    straight through: Q is skipped
 
 hence dL/dW = dL/dV^ / o, by autograd through W / o. Every element passes its gradient, the block's
 maximum included. Next: modes.py, the table that picks the formats.
@@ -40,7 +40,7 @@ from quads_min.modes import Arithmetic
 
 
 class Operand(NamedTuple):
-    """One GEMM input as plane * scale: the plane exact in bf16, the scale applied to the fp32 sum."""
+    """One GEMM input as plane * scale: a plane exact in bf16, a scale applied to the fp32 sum."""
 
     plane: torch.Tensor  # x: (rows, K); w: (E, N, K); fp32
     scale: torch.Tensor | None  # x: (rows, 1); w: (E, 1, 1) or (E, N, 1); fp32; None: 1

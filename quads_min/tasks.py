@@ -3,9 +3,10 @@
     prompt      x0 op x1 op ... xn =        op is + or *, applied left to right, one token a number
     completion  r1 r2 ... rn EOS            the running results; the last one is the answer
 
-With p = 41:  7 + 5 * 3 =  is completed by  12 36 EOS, since (7 + 5) * 3 = 36 mod 41. The reward is 1
-if the last token before the first EOS is the answer, else 0. A policy may stop early: what it skips
-is logged. Checkable, no download, and a small chain of thought: an error spoils what follows.
+With p = 41:  7 + 5 * 3 =  is completed by  12 36 EOS, since (7 + 5) * 3 = 36 mod 41. The reward
+is 1 if the last token before the first EOS is the answer, else 0. A policy may stop early: what
+it skips is logged. Checkable, no download, and a small chain of thought: an error spoils what
+follows.
 
 Warm start: GRPO cannot teach a policy that never succeeds, so the base policy is first trained on
 *noisy* demonstrations: each running result is replaced by a random number with some probability and
@@ -104,7 +105,7 @@ class ChainTask:
     def demonstrations(
         self, prompts: torch.Tensor, noise: float, generator: torch.Generator
     ) -> torch.Tensor:
-        """(B, P) to completions (B, steps + 1), each running result corrupted with prob. `noise`."""
+        """(B, P) to completions (B, steps + 1), each running result replaced with prob. `noise`."""
         result, steps = prompts[:, 0], []
         for i in range(self.steps):
             wrong = torch.rand(len(prompts), generator=generator) < noise
@@ -130,8 +131,7 @@ class ChainTask:
     def decode(self, tokens: torch.Tensor) -> str:
         """A row of tokens as text.
 
-        >>> task = ChainTask(41, 2)
-        >>> task.decode(torch.tensor([7, task.plus, 5, task.times, 3, task.equals, 12, 36, task.eos]))
+        >>> ChainTask(41, 2).decode(torch.tensor([7, 41, 5, 42, 3, 43, 12, 36, 44]))
         '7 + 5 * 3 = 12 36 EOS'
         """
         names = ("+", "*", "=", "EOS", "PAD")

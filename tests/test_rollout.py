@@ -1,4 +1,4 @@
-"""The engine: what it samples, what it reports, and how far its arithmetics are from the trainer."""
+"""The engine: what it samples, what it reports, and how far it is from the trainer."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_quads_mismatch_is_below_naive():
 
 def test_bf16_engine_and_trainer_logprobs_agree():
     """The sides differ by the rounding of the residual stream to bf16, 2 adds a layer: each moves
-    an activation by at most 2^-9 of its value. Three layers of it stay far below 0.02 on average."""
+    an activation by 2^-9 of its value at most. Three layers of it average far below 0.02."""
     assert 0 < gap("bf16")["gap_mean"] < 0.02
 
 
