@@ -197,10 +197,9 @@ def matmul_bf16(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x.to(torch.bfloat16).float(), w.to(torch.bfloat16).float())
 
 
-def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """RoPE: turn the pairs (x[i], x[i + d/2]) of x (B, H, T, d) by angles (T, d/2)."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE: turn the pairs (x[i], x[i + d/2]) of x (B, H, T, d); cos and sin (T, d/2)."""
     a, b = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
@@ -218,11 +217,11 @@ class Layer(nn.Module):
         self.down = linear(E, D, width, None)
 
     def attention(
-        self, h: torch.Tensor, angles: torch.Tensor, start: int, cache: Cache | None
+        self, h: torch.Tensor, turn: torch.Tensor, start: int, cache: Cache | None
     ) -> torch.Tensor:
         x = F.rms_norm(h.float(), h.shape[-1:], self.attn_norm, 1e-6)  # (B, T, D) fp32
         heads = rearrange(matmul_bf16(x, self.qkv), "b t (n h d) -> n b h t d", n=3, h=self.heads)
-        q, k = (rotate(u, angles).to(torch.bfloat16) for u in heads[:2])
+        q, k = (rotate(u, *turn).to(torch.bfloat16) for u in heads[:2])
         v = heads[2].to(torch.bfloat16)
         T = q.shape[2]
         if cache is not None:
@@ -230,8 +229,10 @@ class Layer(nn.Module):
             cache.v[:, :, start : start + T] = v
             k, v = cache.k[:, :, : start + T], cache.v[:, :, : start + T]
         scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5  # (B, H, T, start + T) fp32
-        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(start + 1)
-        probs = scores.masked_fill(future, -torch.inf).softmax(-1).to(torch.bfloat16)
+        if T > 1:
+            future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(start + 1)
+            scores = scores.masked_fill(future, -torch.inf)
+        probs = scores.softmax(-1).to(torch.bfloat16)
         y = rearrange(probs.float() @ v.float(), "b h t d -> b t (h d)")
         return matmul_bf16(y, self.out)  # (B, T, D) fp32
 
@@ -252,8 +253,8 @@ class Layer(nn.Module):
         y = (y.unflatten(0, choice.shape) * gate.unsqueeze(-1)).sum(1)
         return y.view(h.shape), choice, probs
 
-    def forward(self, h, angles, start, cache, live, replay):
-        h = (h + self.attention(h, angles, start, cache)).to(h.dtype)
+    def forward(self, h, turn, start, cache, live, replay):
+        h = (h + self.attention(h, turn, start, cache)).to(h.dtype)
         y, choice, probs = self.moe(h, live, replay)
         return (h + y).to(h.dtype), choice, probs
 
@@ -277,16 +278,18 @@ class MoETransformer(nn.Module):
         half = D // config.heads // 2
         frequencies = 10_000.0 ** (-torch.arange(half) / half)
         angles = torch.arange(config.max_len).unsqueeze(1) * frequencies  # (max_len, D / H / 2)
-        self.register_buffer("angles", angles, persistent=False)
+        turn = torch.stack([angles.cos(), angles.sin()])  # (2, max_len, D / H / 2)
+        self.register_buffer("turn", turn, persistent=False)
 
     def expert_linears(self) -> dict[str, ExpertLinear]:
         """All expert matmuls by name, such as 'layers.0.gate_up'."""
         return {n: m for n, m in self.named_modules() if isinstance(m, ExpertLinear)}
 
     def nonfinite(self) -> list[str]:
-        """Names of expert inputs that held inf or NaN since the start, and of such weights."""
+        """Names of weights that hold inf or NaN, and of expert inputs that did since the start."""
         poison = torch.stack([m.poison for m in self.expert_linears().values()])
-        if torch.isfinite(poison).all():  # one device sync on the healthy path
+        weights = torch.nn.utils.get_total_norm(self.parameters())
+        if torch.isfinite(poison.sum() + weights):  # one device sync on the healthy path
             return []
         inputs = [f"input of {n}" for n, m in self.expert_linears().items() if m.poison.isnan()]
         return inputs + [n for n, p in self.named_parameters() if not torch.isfinite(p).all()]
@@ -317,13 +320,13 @@ class MoETransformer(nn.Module):
             logits_from: compute logits for tokens[:, logits_from:] alone.
         """
         h = F.embedding(tokens, self.embed).to(self.residual_dtype)  # (B, T, D)
-        angles = self.angles[start : start + tokens.shape[1]]
+        turn = self.turn[:, start : start + tokens.shape[1]]
         live = None if live is None else live.flatten()
         choices, router_probs = [], []
         for i, layer in enumerate(self.layers):
             past = None if cache is None else cache[i]
             taken = None if replay is None else replay[i]
-            h, choice, probs = layer(h, angles, start, past, live, taken)
+            h, choice, probs = layer(h, turn, start, past, live, taken)
             choices.append(choice)
             router_probs.append(probs)
         x = F.rms_norm(h[:, logits_from:].float(), h.shape[-1:], self.norm, 1e-6)

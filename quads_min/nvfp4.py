@@ -67,8 +67,9 @@ class Encoded(NamedTuple):
 
     def pack(self) -> NVFP4Tensor:
         """Codes to bytes: [1.0, 6.0] -> codes 2, 7 -> 0x72."""
-        magnitudes = self.value.new_tensor(E2M1_VALUES)
-        code = torch.bucketize(self.value.abs(), magnitudes) + 8 * torch.signbit(self.value)
+        v = self.value.abs()  # spacing 1/2 below 2, 1 below 4, then 2
+        code = torch.where(v < 2, 2 * v, torch.where(v < 4, v + 2, v / 2 + 4))
+        code = code + 8 * torch.signbit(self.value)
         low, high = rearrange(code.to(torch.uint8), "... b (k two) -> two ... (b k)", two=2)
         return NVFP4Tensor(low | (high << 4), self.scale.to(torch.float8_e4m3fn), self.global_scale)
 
@@ -86,8 +87,8 @@ def round_to_e2m1(y: torch.Tensor) -> torch.Tensor:
     [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, -4.0]
     """
     bits = y.abs().clamp(min=1.0).view(torch.int32)
-    power = (bits & 0x7F800000).view(torch.float32)  # the exponent alone: 1, 2 or 4
-    return torch.round(y / power * 2.0) * (power * 0.5)  # torch.round is ties-to-even
+    spacing = (bits & 0x7F800000).view(torch.float32) * 0.5  # the exponent alone: 1, 2 or 4
+    return torch.round(y / spacing) * spacing  # torch.round is ties-to-even; the division is exact
 
 
 def _encode_scales(x: torch.Tensor, outer: str) -> torch.Tensor:

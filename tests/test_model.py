@@ -2,7 +2,7 @@
 
 Runs of the same shapes are compared bit for bit. With other shapes (a KV cache, fewer sequences) a
 BLAS may add fp32 sums in another order: 2^-24, which now and then flips the rounding of a bf16
-operand, 2^-8. FLIP bounds the effect of every rounding flipped at once, relative to the norm.
+operand by a step, 2^-8. FLIP allows a result, in norm, one such step in every entry at once.
 """
 
 import torch
@@ -35,8 +35,8 @@ def tokens_of(B, T, seed=0):
     return torch.randint(18, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def assert_close_in_norm(got, want, bound=FLIP, what=""):
-    assert (got - want).norm() <= bound * want.norm(), (what, (got - want).norm() / want.norm())
+def assert_close_in_norm(got, want):
+    assert (got - want).norm() <= FLIP * want.norm()
 
 
 # ---- routing
@@ -56,12 +56,8 @@ def test_routing_deals_every_slot_to_a_row_of_a_tile_of_its_expert(case):
         choice, E = expert[torch.randperm(len(expert))].unsqueeze(1), len(case)
     else:
         choice, E = torch.rand(case[0], 5).topk(case[1]).indices, 5
-    (T, top_k), S, expert, routing = (
-        choice.shape,
-        choice.numel(),
-        choice.flatten(),
-        route(choice, E),
-    )
+    (T, top_k), S, expert = choice.shape, choice.numel(), choice.flatten()
+    routing = route(choice, E)
     owner = routing.slot_of_row.view(-1, routing.tile_rows)  # the slot of each row of each tile
     for e in range(E):  # in order of slot number, as a stable sort would
         mine = owner[routing.expert_of_tile == e]
@@ -150,7 +146,7 @@ def test_prefill_and_decode_equal_the_full_sequence(name):
 
 @mark.parametrize("name", FORMATS)
 def test_a_later_token_never_reaches_earlier_logits(name):
-    """Nor other sequences, in any format. Same shapes, so bit-equal; its own and later ones change."""
+    """Nor other sequences, in any format. Same shapes, so bit-equal; its own and later change."""
     tokens = tokens_of(4, 16)
     other = tokens.clone()
     other[2, 9:], other[:, -1] = (tokens[2, 9:] + 5) % 18, (tokens[:, -1] + 1) % 18
@@ -222,20 +218,20 @@ LAST = ("norm", "head", "layers.1.router", "layers.1.down.weight")  # no expert 
 @mark.parametrize("name", FORMATS)
 @mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_finite_is_named(name, bad):
-    """Any weight that reaches an expert's input; the engine, which has copies, names the input."""
+    """One entry of any weight that reaches an expert's input; the engine names that input."""
     tokens = tokens_of(4, 12)
     for weight in [None, *dict(policy_of().named_parameters())]:
         if weight not in LAST:
             policy = policy_of(name)
             if weight:
-                policy.get_parameter(weight).data[tokens[0, 0] if weight == "embed" else 0] = bad
+                entry = 32 * tokens[0, 0] if weight == "embed" else 0
+                policy.get_parameter(weight).data.view(-1)[entry] = bad
             engine = Engine(policy, ARITHMETICS[name]).model
             policy(tokens), engine(tokens)
             assert weight in policy.nonfinite() if weight else policy.nonfinite() == []
             assert bool(engine.nonfinite()) == bool(weight)
 
 
-@mark.xfail(strict=True, reason="nonfinite() looks at weights only if an expert input was bad")
 @mark.parametrize("weight", LAST)
 def test_a_weight_after_the_last_expert_input_is_named(weight):
     policy = policy_of()

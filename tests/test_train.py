@@ -19,7 +19,7 @@ import torch
 
 import rollout
 import train
-from quads_min import checkpoint
+from quads_min import checkpoint, grpo
 from quads_min.modes import ARITHMETICS, MODES
 from rollout import SHIPPED, TorchExperts
 
@@ -87,8 +87,10 @@ def copy(whole, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_with_the_weight_check_on(tmp_path, mode):
-    """Two steps end to end: the log is complete and finite, its arithmetics are the table's."""
-    _, (cfg,) = train.parse(argv(tmp_path, f"--mode {mode} --steps 2 --group-size 4"))
+    """Two steps end to end: the log is complete and finite, its arithmetics are the table's, and
+    the weights moved if a reward differed within a group."""
+    flags = f"--mode {mode} --steps 2 --group-size 8 --minibatches 1"
+    _, (cfg,) = train.parse(argv(tmp_path, flags))
     summary = train.main(cfg)
     assert cfg.check_weights and summary["finished"] and summary["steps"] == 2
     first, *events = logged(tmp_path / f"{mode}-s0")
@@ -98,8 +100,11 @@ def test_every_mode_trains_with_the_weight_check_on(tmp_path, mode):
     assert {"reward", "loss", "gap_mean", "gap_p99", "kl", "choice_mismatch"} <= events[1].keys()
     assert all(math.isfinite(v) for e in events for k, v in e.items() if k != "event")
     begun, ended = checkpoint.load(SHIPPED / "tiny.pt"), state(tmp_path / f"{mode}-s0")
+    learned = any(e.get("grad_norm") for e in events)
+    assert learned or mode == "naive"
     for name in ("embed", "layers.0.qkv", "layers.0.gate_up.weight", "layers.2.down.weight"):
-        assert not torch.equal(begun["weights"][name].float(), ended["weights"][name]), name
+        same = torch.equal(begun["weights"][name].float(), ended["weights"][name])
+        assert same == (not learned), name
 
 
 def test_each_switch_does_what_it_says(tmp_path):
@@ -107,18 +112,21 @@ def test_each_switch_does_what_it_says(tmp_path):
     the gap; RAC of all channels has nothing to select, so its unit does not matter, to the bit."""
     steps = {}
     for flags in (
-        "--mode naive", "--mode naive --correction tis", "--mode naive --correction mis",
-        "--mode naive --replay-routing", "--mode bf16", "--mode bf16 --engine-drift 0.1",
+        "--mode w4a16", "--mode w4a16 --correction tis --correction-cap 0.9",
+        "--mode w4a16 --correction mis --correction-cap 0.9",
+        "--mode w4a16 --replay-routing", "--mode bf16", "--mode bf16 --engine-drift 0.1",
         "", "--seed 1", "--rac-unit channel", "--rac-ratio 1", "--rac-ratio 1 --rac-unit channel",
     ):  # fmt: skip
         folder = run(tmp_path, f"--steps 2 --eval-every 9 --group-size 4 --minibatches 1 {flags}")
         steps[folder.name] = logged(folder, "step")
     first = {name: both[0] for name, both in steps.items()}
-    corrected = [first[name] for name in ("naive-s0", "naive+tis-s0", "naive+mis-s0")]
+    corrected = [
+        first[f"w4a16{c}-s0"] for c in ("", "+tis+correction_cap=0.9", "+mis+correction_cap=0.9")
+    ]
     assert len({step["gap_mean"] for step in corrected}) == 1
     assert len({step["grad_norm"] for step in corrected}) == 3
-    assert all(step["choice_mismatch"] > 0 for step in steps["naive-s0"])
-    assert all(step["choice_mismatch"] == 0 for step in steps["naive+replay-s0"])
+    assert all(step["choice_mismatch"] > 0 for step in steps["w4a16-s0"])
+    assert all(step["choice_mismatch"] == 0 for step in steps["w4a16+replay-s0"])
     assert first["bf16+engine_drift=0.1-s0"]["gap_mean"] > 5 * first["bf16-s0"]["gap_mean"]
     assert steps["quads-s0"] != steps["quads-s1"]
     assert steps["quads-s0"] != steps["quads+rac_unit=channel-s0"]
@@ -184,7 +192,7 @@ def test_a_killed_run_continues_to_the_same_weights(whole, tmp_path, moment):
         process.kill()
     else:
         process = start(tmp_path, flags, ("-c", KILLED_WHILE_SAVING))
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     at = state(folder)["step"]
     assert process.returncode == -signal.SIGKILL
     assert 2 <= at < STEPS if moment == "any" else at == 2
@@ -199,7 +207,7 @@ def test_ctrl_c_saves_the_finished_step_and_names_the_command_to_continue_with(w
     process = start(tmp_path, f"--steps {STEPS}")
     wait_for_step(process, folder / "log.jsonl", 3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in err
     said = re.search(r"interrupted after step (\d+); continue with: python train.py (.*)", err)
     assert state(folder)["step"] == logged(folder, "step")[-1]["step"] == int(said[1]) < STEPS
@@ -207,18 +215,18 @@ def test_ctrl_c_saves_the_finished_step_and_names_the_command_to_continue_with(w
     assert_same_run(whole, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("layers.1.down.weight", ".*layers.1.down.weight"), ("head", ", mini-batch 1: loss nan")],
-)
-def test_a_nan_stops_the_run_before_the_optimizer(copy, monkeypatch, name, said):
-    """Named are the step, and the tensor if an expert sees it. The checkpoint stays as it was."""
-    before, poisoned = (copy / "checkpoint.pt").read_bytes(), state(copy)
-    poisoned["weights"][name].view(-1)[5] = math.nan
+@pytest.mark.parametrize("name", ["layers.1.down.weight", "head", "loss"])
+def test_a_nan_stops_the_run_before_the_optimizer(copy, monkeypatch, name):
+    """The message names step and tensor, and the checkpoint stays as it was."""
+    before, poisoned, loss = (copy / "checkpoint.pt").read_bytes(), state(copy), grpo.policy_loss
+    if name == "loss":
+        monkeypatch.setattr(grpo, "policy_loss", lambda *a: tuple(math.nan * x for x in loss(*a)))
+    else:
+        poisoned["weights"][name].view(-1)[5] = math.nan
     monkeypatch.setattr(checkpoint, "load", lambda path: poisoned)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: pytest.fail("optimizer stepped"))
     _, (cfg,) = train.parse(argv(copy.parent, "--steps 12 --resume"))
-    with pytest.raises(FloatingPointError, match=f"^step 11{said}"):
+    with pytest.raises(FloatingPointError, match=f"^step 11.*{name}"):
         train.main(cfg)
     assert (copy / "checkpoint.pt").read_bytes() == before
 
@@ -272,7 +280,7 @@ def test_bad_flags_are_refused(tmp_path, capsys, flags, said):
     [
         ("--group-size 4", "quads", "has group_size=2, this command 4"),
         ("--layers 2", "quads", "has layers=3, this command 2"),
-        ("--steps 9", "quads", "already at step 10, beyond --steps 9"),
+        ("--steps 9", "quads", "already at step 10, past --steps 9"),
         ("--lr 1e-3", "quads+lr=0.001", "has lr=0.0002, this command 0.001"),
         ("--mode qat", "qat", "has mode='quads', this command 'qat'"),
     ],
@@ -287,7 +295,7 @@ def test_resuming_with_another_knob_is_refused(copy, capsys, flags, label, said)
 def test_resuming_without_a_part_is_refused(copy, capsys, part):
     """A fresh optimizer or generator would go on, and be another run."""
     torch.save({k: v for k, v in state(copy).items() if k != part}, copy / "checkpoint.pt")
-    refuses(capsys, copy.parent, "--steps 12 --resume", f"no {part} in it")
+    refuses(capsys, copy.parent, "--steps 12 --resume", f"has no {part}, so")
 
 
 class Executed:
@@ -364,8 +372,8 @@ def test_rollout_evaluates_a_run_in_several_arithmetics_as_its_log_did(whole, ca
 
 @pytest.mark.slow
 def test_quads_learns_and_serves_more_than_naive(tmp_path):
-    """The preset's run, seed 100 (of tuning): 66 % against 29 % deployed when this was written.
-    The margin, 15 points, is 15 standard errors of a pass@1 over 5 * 1,024 samples at 0.5 or so."""
+    """The preset's run on a seed of tuning, 100: 88 % against 17 % when this was written. 40 points
+    are 40 standard errors of a pass@1 over 5 * 1,024 samples; seeds spread by several points."""
     flags = f"--preset tiny --device cpu --seed 100 --out {tmp_path} --mode".split()
     final = {m: train.main(train.parse([*flags, m])[1][0]) for m in ("quads", "naive")}
-    assert final["quads"]["deployed"] > final["naive"]["deployed"] + 0.15, final
+    assert final["quads"]["deployed"] > final["naive"]["deployed"] + 0.4, final
