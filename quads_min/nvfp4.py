@@ -67,9 +67,8 @@ class Encoded(NamedTuple):
 
     def pack(self) -> NVFP4Tensor:
         """Codes to bytes: [1.0, 6.0] -> codes 2, 7 -> 0x72."""
-        v = self.value.abs()  # spacing 1/2 below 2, 1 below 4, then 2
-        code = torch.where(v < 2, 2 * v, torch.where(v < 4, v + 2, v / 2 + 4))
-        code = code + 8 * torch.signbit(self.value)
+        v = self.value.abs()  # spacing 1/2 up to 2, 1 up to 4, then 2: the lowest of three lines
+        code = torch.minimum(torch.minimum(2 * v, v + 2), v / 2 + 4) + 8 * torch.signbit(self.value)
         low, high = rearrange(code.to(torch.uint8), "... b (k two) -> two ... (b k)", two=2)
         return NVFP4Tensor(low | (high << 4), self.scale.to(torch.float8_e4m3fn), self.global_scale)
 
@@ -102,7 +101,7 @@ def _encode_scales(x: torch.Tensor, outer: str) -> torch.Tensor:
 def _encode_blocks(x: torch.Tensor, S: torch.Tensor) -> Encoded:
     """Quantize fp32 x (..., K) under the given encode scale S."""
     g = S.reciprocal()
-    blocks = rearrange(x, "... (b k) -> ... b k", k=QBLOCK)  # (..., K / 16, 16)
+    blocks = x.unflatten(-1, (-1, QBLOCK))  # (..., K / 16, 16)
     bmax = blocks.abs().amax(-1)
     scale = (bmax * (S * (1 / 6))).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     enc = (scale * g).reciprocal().clamp(max=FLT_MAX).unsqueeze(-1)
@@ -147,9 +146,10 @@ def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 def unpack(t: NVFP4Tensor) -> Encoded:
     """Bytes to values: the inverse of `Encoded.pack`."""
-    codes = rearrange([t.packed & 0xF, t.packed >> 4], "two ... k -> ... (k two)").int()
-    table = t.global_scale.new_tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES))
-    value = rearrange(table[codes], "... (b k) -> ... b k", k=QBLOCK)
+    codes = rearrange([t.packed & 0xF, t.packed >> 4], "two ... k -> ... (k two)").float()
+    c = codes % 8
+    v = torch.maximum(torch.maximum(c / 2, c - 2), 2 * c - 8)  # the lines of `pack`, inverted
+    value = (v * (1 - 2 * (codes >= 8))).unflatten(-1, (-1, QBLOCK))
     return Encoded(value, t.scale.float(), t.global_scale)
 
 
@@ -202,7 +202,9 @@ def choose_channels(
     if rows is not None:
         energy = torch.where(rows.unsqueeze(-1), energy, 0.0)
     width = QBLOCK if unit == "block" else 1
-    energy = tree_sum(tree_sum(rearrange(energy, "m (b k) -> k m b", k=width)))  # (K / width,) fp32
+    energy = tree_sum(
+        tree_sum(energy.unflatten(-1, (-1, width)).movedim(-1, 0))
+    )  # (K / width,) fp32
     keep = selected_groups(energy.numel(), ratio)
     order = energy.sort(descending=True, stable=True).indices
     mask = torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, order[:keep], True)

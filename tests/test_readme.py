@@ -42,7 +42,9 @@ def test_every_command_parses(argv, monkeypatch):
 
 def test_paths_exist_and_the_file_map_is_complete():
     """Every path named in `code` is there, and every module has its row in the reading order."""
-    for path in re.findall(r"`((?:quads_min|tests|\.ci)/[\w./-]*)`|\]\((?!http|#)([^)]+)\)", README):
+    for path in re.findall(
+        r"`((?:quads_min|tests|\.ci)/[\w./-]*)`|\]\((?!http|#)([^)]+)\)", README
+    ):
         assert (ROOT / (path[0] or path[1])).exists(), path
     rows = set(re.findall(r"^\| `([\w./]+)` \|", README, re.M))
     modules = {p.name for p in ROOT.glob("*.py")}

@@ -111,14 +111,13 @@ def test_rac_chooses_its_mask_over_running_sequences_alone(monkeypatch):
 
     monkeypatch.setattr(nvfp4, "encode_with_residual", spy)
     _, task, engine = tiny("w4a4+rac")
-    _, out = generate(engine, task, count=16, temperature=1.5)
+    _, out = generate(engine, task, count=16, temperature=4.0)  # hot, so that some stop early
     layers, top_k = engine.model.config.layers, engine.model.config.top_k
-    running = [int((out.lengths > i).sum()) for i in range(task.max_new_tokens - 1)]
     want = [16 * task.prompt_len, 16 * task.prompt_len * top_k] * layers  # the prefill
     for i in range(1, task.max_new_tokens):
         live = int((out.lengths > i).sum())
         want += [live, live * top_k] * layers
-    assert seen == want and running[-1] < 64
+    assert seen == want and live < 64
 
 
 def test_both_expert_gemm_inputs_are_quantized(monkeypatch):
