@@ -198,7 +198,7 @@ def matmul_bf16(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE: turn the pairs (x[i], x[i + d/2]) of x (B, H, T, d); cos and sin (T, d/2)."""
+    """RoPE: turn the pairs (x[i], x[i + d/2]) of x (..., T, d); cos and sin (T, d/2)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
@@ -221,7 +221,7 @@ class Layer(nn.Module):
     ) -> torch.Tensor:
         x = F.rms_norm(h.float(), h.shape[-1:], self.attn_norm, 1e-6)  # (B, T, D) fp32
         heads = rearrange(matmul_bf16(x, self.qkv), "b t (n h d) -> n b h t d", n=3, h=self.heads)
-        q, k = (rotate(u, *turn).to(torch.bfloat16) for u in heads[:2])
+        q, k = rotate(heads[:2], *turn).to(torch.bfloat16)
         v = heads[2].to(torch.bfloat16)
         T = q.shape[2]
         if cache is not None:
