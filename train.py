@@ -179,7 +179,7 @@ class Config:
 PRESETS = {
     "base": {},
     "tiny": {
-        "steps": 400, "group_size": 8, "width": 64, "layers": 3, "experts": 4,
+        "steps": 400, "prompts": 12, "group_size": 8, "width": 64, "layers": 3, "experts": 4,
         "outlier_channels": 2, "prime": 13, "chain": 5,
         "warm_steps": 1000, "warm_lr": 1e-3, "warm_batch": 256, "warm_noise": 0.12,
     },
