@@ -120,21 +120,23 @@ class Config:
             )
         if self.group_size < 2:
             raise ValueError(f"group_size must be 2 or more (GRPO compares), got {self.group_size}")
-        for name in (
-            "steps",
-            "checkpoint_every",
-            "log_every",
-            "eval_every",
-            "eval_prompts",
-            "warm_steps",
-        ):
+        counts = (
+            "steps checkpoint_every log_every eval_every eval_prompts layers warm_steps warm_batch"
+        )
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for name in ("lr", "temperature", "clip", "grad_clip", "correction_cap"):
+        for name in ("lr", "temperature", "clip", "grad_clip", "correction_cap", "warm_lr"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
         if not 0 <= self.engine_drift < float("inf"):
             raise ValueError(f"engine_drift must be 0 or more, got {self.engine_drift}")
+        if not 0 <= self.warm_noise <= 1:
+            raise ValueError(f"warm_noise is a probability from 0 to 1, got {self.warm_noise}")
+        if not 0 <= self.seed < 2**62:
+            raise ValueError(f"seed must lie in 0..2^62 - 1, got {self.seed}")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda (or cuda:1, ...), got {self.device!r}")
         if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device {self.device}: torch sees no CUDA device; use --device cpu")
         _ = self.task, self.model, self.arithmetics  # their own checks
@@ -349,8 +351,8 @@ def describe(cfg: Config, engine: Engine, log: runs.Log, done: int) -> None:
     backend = f"{cfg.backend} (emulated)"
     log(
         "config", mode=cfg.mode, seed=cfg.seed, label=cfg.label, config=asdict(cfg),
-        command=shlex.join(["python", *sys.argv]), **environment, backend=backend,
-        rollout=rollout, trainer=trainer, weight_bytes=engine.weight_bytes,
+        command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), **environment,
+        backend=backend, rollout=rollout, trainer=trainer, weight_bytes=engine.weight_bytes,
         contaminated_blocks=contaminated,
     )  # fmt: skip
     tqdm.write(
@@ -444,6 +446,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
             meta |= {"type": f.type, "metavar": f.name.upper()} if "choices" not in meta else {}
         parser.add_argument(flag, default=None, help=text, **meta)
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be 1 or more, got {args.jobs}")
     given = {k: v for k, v in vars(args).items() if v is not None}
     own = {k: given.pop(k) for k in ("warm_start", "seeds", "jobs") if k in given}
     given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
@@ -495,7 +499,7 @@ def cli(argv: list[str]) -> int:
         print(f"\ninterrupted{at}; continue with: {again}", file=sys.stderr)
         return 130
     except (ValueError, FloatingPointError, RuntimeError) as e:
-        print(f"train.py: error: {e}", file=sys.stderr)
+        print(f"train.py: error: {str(e).splitlines()[0]}", file=sys.stderr)
         return 2
     return 0
 
