@@ -128,7 +128,8 @@ def test_each_switch_does_what_it_says(tmp_path):
     assert all(step["choice_mismatch"] > 0 for step in steps["w4a16-s0"])
     assert all(step["choice_mismatch"] == 0 for step in steps["w4a16+replay-s0"])
     assert first["bf16+engine_drift=0.1-s0"]["gap_mean"] > 5 * first["bf16-s0"]["gap_mean"]
-    assert steps["quads-s0"] != steps["quads-s1"]
+    rngs = [state(tmp_path / f"quads-s{seed}")["rng"] for seed in (0, 1)]
+    assert not any(torch.equal(rngs[0][name], rngs[1][name]) for name in rngs[0])
     assert steps["quads-s0"] != steps["quads+rac_unit=channel-s0"]
     assert steps["quads+rac_ratio=1-s0"] == steps["quads+rac_ratio=1+rac_unit=channel-s0"]
     assert first["quads+rac_ratio=1-s0"]["gap_mean"] < first["quads-s0"]["gap_mean"] / 2
@@ -165,6 +166,7 @@ def test_five_steps_and_five_more_equal_ten(whole, tmp_path, flags):
     run(tmp_path, f"--steps {STEPS} --resume{flags}")
     assert_same_run(ten, folder)
     assert [e["step"] for e in logged(folder, "resume")] == [5]
+    assert state(folder)["optimizer"]["state"][0]["step"] == 2 * STEPS  # two mini-batches a step
 
 
 KILLED_WHILE_SAVING = """
@@ -204,7 +206,7 @@ def test_a_killed_run_continues_to_the_same_weights(whole, tmp_path, moment):
 
 def test_ctrl_c_saves_the_finished_step_and_names_the_command_to_continue_with(whole, tmp_path):
     folder = tmp_path / whole.name
-    process = start(tmp_path, f"--steps {STEPS}")
+    process = start(tmp_path, f"--steps {STEPS} --checkpoint-every 99")
     wait_for_step(process, folder / "log.jsonl", 3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
@@ -266,6 +268,8 @@ def refuses(capsys, out, flags, said):
         ("--rac-ratio 1.5", "rac_ratio is a share from 0 to 1"), ("--top-k 5", "top_k"),
         ("--engine-drift nan", "engine_drift must be 0 or more"), ("--backend x", "'x'"),
         ("--correction is", "'is'"), ("--seeds 0,x", "--seeds takes whole numbers"),
+        ("--layers 0", "layers must be"), ("--jobs 0", "--jobs must be"), ("--device x", "'x'"),
+        ("--warm-noise nan", "warm_noise is a probability"), (f"--seed {2**70}", "seed must lie"),
         ("--seeds 0,,1", "--seeds takes"), ("--seed -1", "whole numbers"), ("3", "arguments: 3"),
         (f"--init {SHIPPED / 'base.pt'}", "this model expects (18, 64)"),
         ("--init no/such.pt", "no/such.pt: no such checkpoint"),
