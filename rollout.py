@@ -325,6 +325,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.prompts is not None and args.prompts < 1:
         raise ValueError(f"--prompts must be 1 or more, got {args.prompts}")
+    if args.device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: torch sees no CUDA device; use --device cpu")
     return args

@@ -202,6 +202,7 @@ def main(cfg: Config) -> dict:
 
     policy = make_policy(cfg.model, trainer_arithmetic).to(device)
     start_from = Path(cfg.init) if cfg.init else SHIPPED / f"{cfg.preset}.pt"
+    start_from = run / "checkpoint.pt" if state else start_from
     checkpoint.load_weights(policy, state or checkpoint.load(start_from), start_from, bool(state))
     runs.make_folder(run)
     engine = Engine(policy, rollout_arithmetic, cfg.backend, cfg.engine_drift)
@@ -336,6 +337,8 @@ def main(cfg: Config) -> dict:
 
         engine.sync()
         run_evaluation(log, cfg.steps, engine, trainer_engine, task, eval_prompts)
+        if interrupted():
+            raise KeyboardInterrupt(cfg.steps)
         log("end", step=cfg.steps, seconds=log.seconds())
     return report.summarize(report.read_log(run / "log.jsonl"))
 
@@ -498,8 +501,8 @@ def cli(argv: list[str]) -> int:
         )
         print(f"\ninterrupted{at}; continue with: {again}", file=sys.stderr)
         return 130
-    except (ValueError, FloatingPointError, RuntimeError) as e:
-        print(f"train.py: error: {str(e).splitlines()[0]}", file=sys.stderr)
+    except (ValueError, FloatingPointError, RuntimeError, OSError) as e:
+        print(f"train.py: error: {(str(e) or repr(e)).splitlines()[0]}", file=sys.stderr)
         return 2
     return 0
 

@@ -50,7 +50,11 @@ def load_weights(policy: MoETransformer, content: dict, path: Path, outliers: bo
 
     outliers=False keeps the policy's own planted channels o: they do not change the bf16 function.
     """
-    have, want = content["weights"], policy.state_dict()
+    have, want = content.get("weights"), policy.state_dict()
+    if not isinstance(have, dict) or not all(
+        isinstance(t, torch.Tensor) and t.is_floating_point() for t in have.values()
+    ):
+        raise ValueError(f"{path}: expected floating-point weights by name; the file is damaged")
     for name in sorted(have.keys() | want.keys()):
         shapes = [tuple(s[name].shape) if name in s else "nothing" for s in (have, want)]
         if shapes[0] != shapes[1]:

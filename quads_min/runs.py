@@ -25,6 +25,9 @@ from quads_min.tasks import ChainTask
 FREE = {"out", "resume", "steps", "checkpoint_every", "log_every", "check_weights", "init"}
 FREE |= {"device"}  # only up to the order of fp32 sums
 
+PARTS = {"config": dict, "step": int, "optimizer": dict, "rng": dict, "log_bytes": int,
+         "seconds": float}  # fmt: skip
+
 
 def make_folder(path: Path) -> None:
     """Make a folder that files can be written to; ValueError where that is not possible."""
@@ -44,9 +47,16 @@ def find_checkpoint(run: Path, config: dict) -> dict | None:
     if not config["resume"] or not path.exists():
         return None
     state = checkpoint.load(path)
-    for part in ("config", "step", "optimizer", "rng", "log_bytes", "seconds"):
+    for part, kind in PARTS.items():
         if part not in state:
             raise ValueError(f"{path}: has no {part}, so no run can resume from it")
+        if not isinstance(state[part], kind) or (kind is int and state[part] < 0):
+            raise ValueError(f"{path}: its {part} is damaged, so no run can resume from it")
+    log = run / "log.jsonl"
+    if state["log_bytes"] > (log.stat().st_size if log.exists() else -1):
+        raise ValueError(
+            f"{log}: missing, or shorter than when {path.name} was written; restore it"
+        )
     for name, value in state["config"].items():
         if name not in FREE and config.get(name) != value:
             raise ValueError(
@@ -88,11 +98,13 @@ def restore(
     """The inverse of `save`, but for the weights; returns the number of steps done."""
     try:
         optimizer.load_state_dict(state["optimizer"])
-    except (ValueError, KeyError) as e:
-        raise ValueError(f"{run / 'checkpoint.pt'}: optimizer state of another model ({e})") from e
-    for name, generator in generators.items():
-        generator.set_state(state["rng"][name])
-    torch.set_rng_state(state["rng"]["cpu"])
+        for name, generator in generators.items():
+            generator.set_state(state["rng"][name])
+        torch.set_rng_state(state["rng"]["cpu"])
+    except (ValueError, KeyError, TypeError, RuntimeError) as e:
+        raise ValueError(f"{run / 'checkpoint.pt'}: damaged, or of another model ({e!r})") from e
+    if len(optimizer.state) != sum(len(group["params"]) for group in optimizer.param_groups):
+        raise ValueError(f"{run / 'checkpoint.pt'}: its optimizer state is missing or incomplete")
     if device.type == "cuda" and "cuda" in state["rng"]:
         torch.cuda.set_rng_state(state["rng"]["cuda"], device)
     return state["step"]

@@ -381,3 +381,62 @@ def test_quads_learns_and_serves_more_than_naive(tmp_path):
     flags = f"--preset tiny --device cpu --seed 100 --out {tmp_path} --mode".split()
     final = {m: train.main(train.parse([*flags, m])[1][0]) for m in ("quads", "naive")}
     assert final["quads"]["deployed"] > final["naive"]["deployed"] + 0.4, final
+
+
+DAMAGE = {
+    "an emptied optimizer": lambda s: s["optimizer"].update(state={}),
+    "no weights": lambda s: s.pop("weights"),
+    "weights that are a list": lambda s: s.update(weights=[1]),
+    "integer weights": lambda s: s["weights"].update(norm=s["weights"]["norm"].long()),
+    "no generators": lambda s: s.update(rng={}),
+    "a config that is a number": lambda s: s.update(config=3),
+    "a step that is text": lambda s: s.update(step="3"),
+    "a negative length of the log": lambda s: s.update(log_bytes=-4),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_run_is_refused_in_one_line_that_names_the_file(copy, capsys, damage):
+    """A checkpoint of our format with a part missing or of another type never half resumes."""
+    content = state(copy)
+    DAMAGE[damage](content)
+    torch.save(content, copy / "checkpoint.pt")
+    before = (copy / "log.jsonl").read_bytes()
+    assert train.cli(argv(copy.parent, f"--steps {STEPS + 2} --resume")) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("train.py: error: ") and str(copy / "checkpoint.pt") in error
+    assert (copy / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("kept", [None, 100])
+def test_a_deleted_or_shortened_log_is_refused(copy, capsys, kept):
+    log = copy / "log.jsonl"
+    short = log.read_bytes()[:kept]
+    log.unlink()
+    if kept:
+        log.write_bytes(short)
+    assert train.cli(argv(copy.parent, f"--steps {STEPS + 2} --resume")) == 2
+    assert "log.jsonl: missing, or shorter" in capsys.readouterr().err
+
+
+def test_an_interrupt_in_the_final_evaluation_is_not_swallowed(tmp_path, monkeypatch):
+    """Status 130, no end event; resuming evaluates again and ends the run."""
+    original, calls = train.run_evaluation, []
+
+    def interrupted_last(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(train, "run_evaluation", interrupted_last)
+    assert train.cli(argv(tmp_path, "--steps 2")) == 130
+    assert not logged(tmp_path / "quads-s0", "end")
+    assert logged(run(tmp_path, "--steps 2 --resume"), "end")
+
+
+def test_a_full_or_blocked_disk_is_one_line(tmp_path, capsys):
+    """An OSError while writing the checkpoint: here a folder sits where its temporary file goes."""
+    (tmp_path / "quads-s0" / "checkpoint.pt.tmp").mkdir(parents=True)
+    assert train.cli(argv(tmp_path, "--steps 2")) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("train.py: error: ")
