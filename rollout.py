@@ -338,6 +338,8 @@ def run(args: argparse.Namespace) -> None:
     path = args.eval or args.checkpoint
     for name, arithmetic in parse_arithmetics(args.arithmetic).items():
         policy, task = checkpoint.load_policy(path, Arithmetic())
+        if bad := policy.nonfinite():
+            raise ValueError(f"{path}: inf or NaN in {', '.join(bad)}")
         engine = Engine(policy.to(args.device), arithmetic)
         prompts = held_out_prompts(task, count)
         if args.eval:

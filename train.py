@@ -133,6 +133,8 @@ class Config:
             raise ValueError(f"engine_drift must be 0 or more, got {self.engine_drift}")
         if not 0 <= self.warm_noise <= 1:
             raise ValueError(f"warm_noise is a probability from 0 to 1, got {self.warm_noise}")
+        if not self.out:
+            raise ValueError("out must name a folder, got an empty name")
         if not 0 <= self.seed < 2**62:
             raise ValueError(f"seed must lie in 0..2^62 - 1, got {self.seed}")
         if self.device.split(":")[0] not in ("cpu", "cuda"):
@@ -456,8 +458,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
     given.setdefault("preset", "base" if given["device"].startswith("cuda") else "tiny")
     modes = given.pop("mode", "quads")
-    seeds = own.get("seeds") or str(given.pop("seed", 0))
-    if not all(s.strip().isdigit() for s in seeds.split(",")):
+    if "seed" in given and "seeds" in own:
+        raise ValueError("--seed and --seeds exclude each other; --seeds 0,1,2 makes several runs")
+    seeds = own.get("seeds", str(given.pop("seed", 0)))
+    if not all(s.strip().isdecimal() for s in seeds.split(",")):
         raise ValueError(f"--seeds takes whole numbers with commas between, got {seeds!r}")
     given.pop("seed", None)
     preset = PRESETS.get(given["preset"], {})

@@ -440,3 +440,19 @@ def test_a_full_or_blocked_disk_is_one_line(tmp_path, capsys):
     (tmp_path / "quads-s0" / "checkpoint.pt.tmp").mkdir(parents=True)
     assert train.cli(argv(tmp_path, "--steps 2")) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("train.py: error: ")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--seed", "5", "--seeds", "0"], ["--seeds", ""], ["--seeds", "²"], ["--out", ""]]
+)
+def test_seeds_and_out_are_never_guessed(flags):
+    with pytest.raises(ValueError, match="seed|out must name"):
+        train.parse([*flags, "--device", "cpu"])
+
+
+def test_rollout_refuses_weights_that_are_not_finite(tmp_path, capsys):
+    content = checkpoint.load(SHIPPED / "tiny.pt")
+    content["weights"]["head"][0, 0] = math.nan
+    torch.save(content, tmp_path / "nan.pt")
+    assert rollout.cli(["--eval", str(tmp_path / "nan.pt"), "--device", "cpu"]) == 2
+    assert "inf or NaN in head" in capsys.readouterr().err
