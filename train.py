@@ -458,7 +458,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
     given.setdefault("preset", "base" if given["device"].startswith("cuda") else "tiny")
     modes = given.pop("mode", "quads")
-    if "seed" in given and "seeds" in own:
+    if "seed" in given and own.get("seeds", str(given["seed"])) != str(given["seed"]):
         raise ValueError("--seed and --seeds exclude each other; --seeds 0,1,2 makes several runs")
     seeds = own.get("seeds", str(given.pop("seed", 0)))
     if not all(s.strip().isdecimal() for s in seeds.split(",")):

@@ -446,7 +446,7 @@ def test_a_full_or_blocked_disk_is_one_line(tmp_path, capsys):
     "flags", [["--seed", "5", "--seeds", "0"], ["--seeds", ""], ["--seeds", "²"], ["--out", ""]]
 )
 def test_seeds_and_out_are_never_guessed(flags):
-    with pytest.raises(ValueError, match="seed|out must name"):
+    with pytest.raises(ValueError, match=r"seed|out must name"):
         train.parse([*flags, "--device", "cpu"])
 
 
