@@ -250,9 +250,7 @@ class Engine:
         repeat = partial(torch.repeat_interleave, repeats=samples, dim=0)
         cache = [Cache(*map(repeat, layer)) for layer in cache]
         logits = repeat(out.logits)
-        choice = torch.stack(out.choice, 1).unflatten(
-            0, prompts.shape
-        )  # (B / samples, P, L, top_k)
+        choice = torch.stack(out.choice, 1).unflatten(0, prompts.shape)  # (prompts, P, L, k)
         choices = [repeat(choice)]
         live = torch.ones(B, dtype=torch.bool, device=self.device)
         tokens, logprobs, lives = [], [], []
@@ -281,17 +279,23 @@ class Engine:
 # ---- as a script
 
 
-@torch.no_grad()
-def evaluate(
+def sample(
     engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0
-) -> dict[str, float]:
-    """pass@1 at temperature 1 on `prompts`, and the share of right answers that skipped steps.
+) -> tuple[Rollout, torch.Tensor]:
+    """One completion of each prompt at temperature 1, and the rewards (B,) on the engine's device.
 
     The noise depends on `seed` and prompt alone: common random numbers for all arithmetics.
     """
     noise = torch.Generator().manual_seed(seed)
     out = engine.generate(prompts, task.max_new_tokens, task.eos, task.pad, generator=noise)
-    reward = task.rewards(prompts.to(out.tokens.device), out.tokens, out.lengths)
+    return out, task.rewards(prompts.to(out.tokens.device), out.tokens, out.lengths)
+
+
+def evaluate(
+    engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0
+) -> dict[str, float]:
+    """pass@1 of `sample`, and the share of right answers that skipped steps."""
+    out, reward = sample(engine, task, prompts, seed)
     skipped = reward * (out.lengths < task.max_new_tokens)
     pass_at_1, skipped = torch.stack([reward.mean(), skipped.mean()]).tolist()
     return {"pass@1": pass_at_1, "skipped": skipped}
@@ -300,6 +304,15 @@ def evaluate(
 def held_out_prompts(task: ChainTask, count: int) -> torch.Tensor:
     """The evaluation prompts: (count, P), always the same ones, never trained on."""
     return task.sample_prompts(count, torch.Generator().manual_seed(2026), held_out=True)
+
+
+def check_device(device: str) -> None:
+    """ValueError unless `device` is a kind that this repository runs on and torch can reach."""
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda (or cuda:1, ...), got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device}: torch sees no CUDA device; use --device cpu")
 
 
 def parse_arithmetics(names: str) -> dict[str, Arithmetic]:
@@ -325,10 +338,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.prompts is not None and args.prompts < 1:
         raise ValueError(f"--prompts must be 1 or more, got {args.prompts}")
-    if args.device.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: torch sees no CUDA device; use --device cpu")
+    check_device(args.device)
     return args
 
 
@@ -336,21 +346,21 @@ def run(args: argparse.Namespace) -> None:
     """Print completions of held-out prompts, or pass@1, in each arithmetic."""
     count = args.prompts or (1024 if args.eval else 8)
     path = args.eval or args.checkpoint
-    for name, arithmetic in parse_arithmetics(args.arithmetic).items():
-        policy, task = checkpoint.load_policy(path, Arithmetic())
-        if bad := policy.nonfinite():
-            raise ValueError(f"{path}: inf or NaN in {', '.join(bad)}")
-        engine = Engine(policy.to(args.device), arithmetic)
-        prompts = held_out_prompts(task, count)
+    arithmetics = parse_arithmetics(args.arithmetic)
+    policy, task = checkpoint.load_policy(path, Arithmetic())  # of its experts: the engine's counts
+    if bad := policy.nonfinite():
+        raise ValueError(f"{path}: inf or NaN in {', '.join(bad)}")
+    policy.to(args.device)
+    prompts = held_out_prompts(task, count)
+    for name, arithmetic in arithmetics.items():
+        engine = Engine(policy, arithmetic)
         if args.eval:
             passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
             error = 100 * (passed * (1 - passed) / count) ** 0.5
             print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({arithmetic})")
             continue
         print(f"{path}, experts in {arithmetic}, torch backend on {args.device}")
-        noise = torch.Generator().manual_seed(args.seed)
-        out = engine.generate(prompts, task.max_new_tokens, task.eos, task.pad, generator=noise)
-        rewards = task.rewards(prompts.to(out.tokens.device), out.tokens, out.lengths)
+        out, rewards = sample(engine, task, prompts, args.seed)
         for row, reward in enumerate(rewards.tolist()):
             completion = task.decode(out.tokens[row, : out.lengths[row]])
             print(f"{'right' if reward else 'wrong'}   {task.decode(prompts[row])} {completion}")

@@ -1,7 +1,7 @@
 """Checkpoint files: written whole or not at all, read without executing anything, checked by name.
 
 A file is one dict: format, task and model sizes, the policy's weights; a run adds what resuming
-needs.
+needs. Next: runs.py.
 """
 
 import os

@@ -36,7 +36,6 @@ import torch
 from einops import rearrange
 
 QBLOCK = 16  # values that share one E4M3 scale
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # index = code without its sign bit
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FLT_MAX = torch.finfo(torch.float32).max
@@ -202,9 +201,8 @@ def choose_channels(
     if rows is not None:
         energy = torch.where(rows.unsqueeze(-1), energy, 0.0)
     width = QBLOCK if unit == "block" else 1
-    energy = tree_sum(
-        tree_sum(energy.unflatten(-1, (-1, width)).movedim(-1, 0))
-    )  # (K / width,) fp32
+    energy = energy.unflatten(-1, (-1, width)).movedim(-1, 0)  # (width, M, K / width)
+    energy = tree_sum(tree_sum(energy))  # over a row's group, then over rows: (K / width,) fp32
     keep = selected_groups(energy.numel(), ratio)
     order = energy.sort(descending=True, stable=True).indices
     mask = torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, order[:keep], True)

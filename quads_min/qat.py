@@ -50,28 +50,24 @@ class Operand(NamedTuple):
         return self.plane if self.scale is None else self.plane * self.scale
 
 
-def encode_weight(v: torch.Tensor, fmt: str) -> Operand:
-    """V (E, N, K), rounded to bf16, in format `fmt`: what the GEMM of either side multiplies."""
-    v = v.detach().to(torch.bfloat16)
-    if fmt == "bf16":
-        return Operand(v.float(), None)
-    if fmt == "fp8":
-        plane, scale = nvfp4.encode_fp8(v)
-        return Operand(plane.float(), scale)
-    encoded = nvfp4.encode(v, outer="tensor")
-    return Operand(encoded.planes(), encoded.global_scale)
-
-
-def encode_activation(x: torch.Tensor, fmt: str) -> Operand:
-    """x (rows, K) bf16 in format `fmt`, without residual compensation."""
-    x = x.detach()
+def _encode(x: torch.Tensor, fmt: str, outer: str) -> Operand:
     if fmt == "bf16":
         return Operand(x.float(), None)
     if fmt == "fp8":
         plane, scale = nvfp4.encode_fp8(x)
         return Operand(plane.float(), scale)
-    encoded = nvfp4.encode(x)
+    encoded = nvfp4.encode(x, outer)
     return Operand(encoded.planes(), encoded.global_scale)
+
+
+def encode_weight(v: torch.Tensor, fmt: str) -> Operand:
+    """V (E, N, K), rounded to bf16, in format `fmt`: what the GEMM of either side multiplies."""
+    return _encode(v.detach().to(torch.bfloat16), fmt, "tensor")
+
+
+def encode_activation(x: torch.Tensor, fmt: str) -> Operand:
+    """x (rows, K) bf16 in format `fmt`, without residual compensation."""
+    return _encode(x.detach(), fmt, "row")
 
 
 def grouped_matmul(

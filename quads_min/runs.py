@@ -2,7 +2,7 @@
 
 A step is done when its checkpoint is renamed into place. Killed at any moment, a run loses at most
 the steps since then: resuming restores weights, optimizer and random generators, cuts the log back
-to where it stood, and repeats what is missing, bit for bit on one device.
+to where it stood, and repeats what is missing, bit for bit on one device. Next: report.py.
 """
 
 import json
@@ -21,10 +21,12 @@ from quads_min import checkpoint
 from quads_min.model import MoETransformer
 from quads_min.tasks import ChainTask
 
-# knobs that a resumed run may change: none of them changes what a step computes
-FREE = {"out", "resume", "steps", "checkpoint_every", "log_every", "check_weights", "init"}
-FREE |= {"device"}  # only up to the order of fp32 sums
+# knobs that a resumed run may change: they do not change what a step computes
+# (another device only the order of its fp32 sums)
+FREE = {"out", "resume", "steps", "checkpoint_every", "log_every", "check_weights", "init",
+        "device"}  # fmt: skip
 
+# what a checkpoint holds besides the policy, for resuming
 PARTS = {"config": dict, "step": int, "optimizer": dict, "rng": dict, "log_bytes": int,
          "seconds": float}  # fmt: skip
 
