@@ -30,7 +30,7 @@ Source: the order of operations is that of the NVFP4 reference quantizers that p
 compare with; residual compensation is from QUADS, arXiv 2607.15810. Next: model.py.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
@@ -72,6 +72,9 @@ class Encoded(NamedTuple):
         return NVFP4Tensor(low | (high << 4), self.scale.to(torch.float8_e4m3fn), self.global_scale)
 
 
+T = TypeVar("T", NVFP4Tensor, Encoded)
+
+
 # ---- the quantizer
 
 
@@ -89,7 +92,7 @@ def round_to_e2m1(y: torch.Tensor) -> torch.Tensor:
     return torch.round(y / spacing) * spacing  # torch.round is ties-to-even; the division is exact
 
 
-def _encode_scales(x: torch.Tensor, outer: str) -> torch.Tensor:
+def encode_scale(x: torch.Tensor, outer: str) -> torch.Tensor:
     """S of the formula above: (..., 1) or (..., 1, 1) fp32. inf or NaN in x gives 0 or NaN."""
     amax = x.abs().amax((-1,) if outer == "row" else (-2, -1), keepdim=True)
     # tensor / tensor: with a Python number torch would multiply by a rounded reciprocal
@@ -115,7 +118,7 @@ def encode(x: torch.Tensor, outer: str = "row") -> Encoded:
     the row feeds: it cannot hide behind a finite code.
     """
     x = x.float()
-    return _encode_blocks(x, _encode_scales(x, outer))
+    return _encode_blocks(x, encode_scale(x, outer))
 
 
 def quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> NVFP4Tensor:
@@ -134,8 +137,8 @@ def quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> NVFP4Tenso
     >>> hex(q.packed[0, 0]), q.scale.item(), dequantize(q)[0, :2].tolist()
     ('0x72', 448.0, [1.0, 6.0])
     """
-    _check_input("quantize", x, outer, name)
-    return _check_finite("quantize", encode(x, outer), name).pack()
+    check_input("quantize", x, outer, name)
+    return check_finite("quantize", encode(x, outer), name).pack()
 
 
 def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -154,8 +157,8 @@ def unpack(t: NVFP4Tensor) -> Encoded:
 
 def fake_quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> torch.Tensor:
     """dequantize(quantize(x)) in one go: (..., K) fp32. No gradient: that is qat.py's business."""
-    _check_input("fake_quantize", x, outer, name)
-    return _check_finite("fake_quantize", encode(x, outer), name).dequantize()
+    check_input("fake_quantize", x, outer, name)
+    return check_finite("fake_quantize", encode(x, outer), name).dequantize()
 
 
 # ---- the residual split (RAC)
@@ -219,7 +222,7 @@ def encode_with_residual(
 ) -> tuple[Encoded, Encoded, torch.Tensor]:
     """`quantize_with_residual` without packing and without the device sync of its checks."""
     x = x.float()
-    S = _encode_scales(x, outer)
+    S = encode_scale(x, outer)
     main = _encode_blocks(x, S)
     residual = x - main.dequantize()
     if mask is None:
@@ -255,18 +258,9 @@ def quantize_with_residual(
     Source: QUADS (arXiv 2607.15810), residual activation compensation.
     """
     where = "quantize_with_residual"
-    _check_input(where, x, outer, name)
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"{where}: ratio is a share from 0 to 1, got {ratio}")
-    if unit not in ("block", "channel"):
-        raise ValueError(f"{where}: unit is 'block' or 'channel', got {unit!r}")
-    for what, t, shape in (("rows", rows, x.shape[:-1]), ("mask", mask, x.shape[-1:])):
-        if t is not None and (t.dtype != torch.bool or t.shape != shape):
-            raise ValueError(
-                f"{where}: {what} must be bool {tuple(shape)}, got {t.dtype} {tuple(t.shape)}"
-            )
+    check_split(where, x, outer, name, ratio, unit, rows, mask)
     main, residual, mask = encode_with_residual(x, ratio, unit, outer, rows, mask)
-    return _check_finite(where, main, name).pack(), residual.pack(), mask
+    return check_finite(where, main, name).pack(), residual.pack(), mask
 
 
 # ---- fp8, for the mode that NVFP4 is compared with
@@ -290,7 +284,8 @@ def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- checks
 
 
-def _check_input(where: str, x: torch.Tensor, outer: str, name: str) -> None:
+def check_input(where: str, x: torch.Tensor, outer: str, name: str) -> None:
+    """ValueError unless x can be quantized, as far as dtype and shape tell."""
     if outer not in ("row", "tensor"):
         raise ValueError(f"{where}: outer is 'row' or 'tensor', got {outer!r}")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -312,7 +307,25 @@ def _check_input(where: str, x: torch.Tensor, outer: str, name: str) -> None:
         raise ValueError(f"{where}: {name} of shape {tuple(x.shape)} has no rows to share a scale")
 
 
-def _check_finite(where: str, encoded: Encoded, name: str) -> Encoded:
+def check_finite(where: str, encoded: T, name: str) -> T:
+    """ValueError if a global scale tells of inf or NaN; else `encoded`. Costs a device sync."""
     if not torch.isfinite(encoded.global_scale).all():
         raise ValueError(f"{where}: {name} holds inf or NaN; NVFP4 has neither, so find its source")
     return encoded
+
+
+def check_split(
+    where: str, x: torch.Tensor, outer: str, name: str, ratio: float, unit: str,
+    rows: torch.Tensor | None, mask: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """ValueError unless these are arguments of `quantize_with_residual`."""
+    check_input(where, x, outer, name)
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"{where}: ratio is a share from 0 to 1, got {ratio}")
+    if unit not in ("block", "channel"):
+        raise ValueError(f"{where}: unit is 'block' or 'channel', got {unit!r}")
+    for what, t, shape in (("rows", rows, x.shape[:-1]), ("mask", mask, x.shape[-1:])):
+        if t is not None and (t.dtype != torch.bool or t.shape != shape):
+            raise ValueError(
+                f"{where}: {what} must be bool {tuple(shape)}, got {t.dtype} {tuple(t.shape)}"
+            )
