@@ -30,7 +30,10 @@ Sizes: x (M, K), w (N, K) or (E, N, K); S slots = M * top_k. Packing and scales 
 Next: train.py.
 """
 
+import statistics
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import triton
@@ -637,7 +640,9 @@ def _packets(
 def _as_nvfp4(shape: torch.Size, packed, scale, g) -> NVFP4Tensor:
     lead = shape[:-1]
     scale = scale.view(torch.float8_e4m3fn)
-    return NVFP4Tensor(packed.view(*lead, shape[-1] // 2), scale.view(*lead, -1), g)
+    return NVFP4Tensor(
+        packed.view(*lead, shape[-1] // 2), scale.view(*lead, shape[-1] // QBLOCK), g
+    )
 
 
 def quantize(
@@ -686,6 +691,8 @@ def quantize_with_residual(
 def _choose(parts: torch.Tensor, ratio: float, width: int) -> torch.Tensor:
     """Energy parts (R, groups) to the mask (K,) bool, a group being `width` channels."""
     R, groups = parts.shape
+    if R == 0:  # no rows: no energy
+        parts = parts.new_zeros(1, groups)
     while R > 1:  # 1024 rows of parts at a time
         block = min(triton.next_power_of_2(R), 1024)
         total = torch.empty(triton.cdiv(R, block), groups, device=parts.device)
@@ -888,3 +895,118 @@ def route(choice: torch.Tensor, experts: int) -> Routing:
             triton.next_power_of_2(experts), 1024,
         )  # fmt: skip
     return Routing(expert_of_tile, slot_of_row, row_of_slot, experts, choice.shape[1])
+
+
+# ---- does this card compute what torch computes?
+
+
+def has_fp4(device: str | torch.device) -> tuple[bool, str]:
+    """Can this card, with this Triton, take the native path? And why (not)."""
+    if torch.device(device).type != "cuda":
+        return False, f"{device} runs kernels in Triton's interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    card = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    if major not in (10, 12):
+        return False, f"{card} has no FP4 tensor cores"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+        return (
+            False,
+            f"{card} has FP4 tensor cores, but they need triton 3.8, not {triton.__version__}",
+        )
+    return True, f"{card} has FP4 tensor cores"
+
+
+def versions(device: torch.device | str) -> str:
+    """Card and versions, in a line."""
+    card = torch.device(device).type
+    if card == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        card = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    return f"{card}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+class Check(NamedTuple):
+    kernel: str
+    passed: bool
+    found: str
+
+
+def self_check(device: str | torch.device, native: bool) -> list[Check]:
+    """Each kernel against torch on a small awkward shape: ragged M and N, K = 80, an empty expert.
+
+    Quantizer and mask bit for bit; the GEMMs against an explicit dequantize and matmul in fp64, to
+    K 2^-22 sum |x| |w|: four times the worst rounding of K fp32 additions.
+    """
+    E, T, top_k, N, K = 5, 19, 2, 72, 80
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(T, K, generator=rng) * torch.randn(T, 1, generator=rng).exp()
+    x[:, 7] *= 64  # an outlier channel
+    x[1], x[2, :QBLOCK] = 0, x[2, :QBLOCK] * 1e-4
+    x = x.to(device, torch.bfloat16)
+    v = torch.randn(E, N, K, generator=rng).to(device, torch.bfloat16)
+    choice = torch.stack([torch.randperm(E - 1, generator=rng)[:top_k] for _ in range(T)])
+    choice, rows = choice.to(device), torch.arange(T, device=device) % 5 != 0
+    checks = []
+
+    def same(kernel: str, found, expected) -> None:
+        wrong = sum(
+            (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item()
+            for a, b in zip(found, expected, strict=True)
+        )
+        checks.append(
+            Check(kernel, wrong == 0, "equal bits" if not wrong else f"{wrong} bytes differ")
+        )
+
+    def close(kernel: str, y: torch.Tensor, x_hat: torch.Tensor, w_hat: torch.Tensor) -> None:
+        expected = torch.einsum("sk,snk->sn", x_hat, w_hat)
+        bound = K * 2.0**-22 * torch.einsum("sk,snk->sn", x_hat.abs(), w_hat.abs())
+        error = ((y.double() - expected).abs() / bound.clamp(min=1e-30)).max().item()
+        checks.append(Check(kernel, error <= 1, f"error {error:.3f} of the bound"))
+
+    w = quantize(v, "tensor")
+    main, residual, mask = quantize_with_residual(x, rows=rows)
+    reference = nvfp4.quantize_with_residual(x, rows=rows)
+    all_blocks = nvfp4.quantize_with_residual(x, mask=torch.ones_like(mask))[1]
+    same("quantize", w, nvfp4.quantize(v, "tensor"))
+    same("quantize + residual", (*main, *residual), (*reference[0], *all_blocks))
+    same("choose", [mask], [reference[2]])
+    routing, slots = route(choice, E), torch.arange(T * top_k, device=device)
+    at = routing.row_of_slot.long()
+    same("route", [routing.slot_of_row[at], routing.expert_of_tile[at // routing.tile_rows]],
+         [slots.int(), choice.flatten().int()])  # fmt: skip
+    x_hat, w_hat = nvfp4.dequantize(main).double(), nvfp4.dequantize(w).double()
+    rac_hat = x_hat + torch.where(mask, nvfp4.dequantize(residual).double(), 0.0)
+    w0 = NVFP4Tensor(w.packed[0], w.scale[0], w.global_scale[0])
+    close("w4a4_gemm", w4a4_gemm(main, w0, native=native), x_hat, w_hat[0].expand(T, -1, -1))
+    y = w4a4_gemm(main, w0, residual, mask, native)
+    close("w4a4_gemm + RAC", y, rac_hat, w_hat[0].expand(T, -1, -1))
+    token = slots // top_k
+    y = grouped_w4a4_gemm(main, w, routing, native=native)
+    close("grouped_w4a4_gemm", y, x_hat[token], w_hat[choice.flatten()])
+    y = grouped_w4a4_gemm(main, w, routing, residual, mask, native)
+    close("grouped_w4a4_gemm + RAC", y, rac_hat[token], w_hat[choice.flatten()])
+    return checks
+
+
+def microseconds(calls: list[Callable[[], object]], count: int = 24, repeats: int = 20) -> float:
+    """Median time of a call in a CUDA graph of `count` calls that go round `calls`.
+
+    Give several calls with their own buffers, larger than the L2 cache together. A graph leaves
+    out what the CPU takes to launch, which would hide a kernel of a few microseconds.
+    """
+    for call in calls[:2]:
+        call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    times = []
+    for _ in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times[1:])

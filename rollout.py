@@ -24,7 +24,7 @@ served in hurts) from *RL collapse* (the policy itself went bad). Next: train.py
 import argparse
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,7 +104,113 @@ class TorchExperts(ExpertLinear):
         return y.view(E, K, N).mT
 
 
-BACKENDS = {"torch": TorchExperts}
+class TritonExperts(TorchExperts):
+    """W4A4, with or without RAC, in the kernels of kernels.py."""
+
+    def __init__(self, experts, n, k, outliers, arithmetic: Arithmetic, drift: float, native: bool):
+        super().__init__(experts, n, k, outliers, arithmetic, drift)
+        import kernels  # here alone, so that every other path works without Triton
+
+        self.kernels, self.native = kernels, native
+
+    def load(self, v: torch.Tensor) -> None:
+        new = self.kernels.quantize(v.detach().to(torch.bfloat16), "tensor", check=False)
+        if self.native:
+            new = new._replace(scale=self.kernels.tile_scales(new.scale))
+        if not self.stored:
+            self.stored = new
+        for mine, tensor in zip(self.stored, new, strict=True):
+            mine.copy_(tensor)
+
+    def product(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
+        k, a = self.kernels, self.arithmetic
+        if not a.rac_ratio:
+            main = k.quantize(x, check=False)
+            return k.grouped_w4a4_gemm(main, self.stored, routing, native=self.native)
+        main, residual, mask = k.quantize_with_residual(
+            x, a.rac_ratio, a.rac_unit, rows=live, check=False
+        )
+        return k.grouped_w4a4_gemm(main, self.stored, routing, residual, mask, self.native)
+
+    def weights_seen(self) -> torch.Tensor:
+        E, N, K = self.shape
+        device = self.stored.packed.device
+        one = torch.ones((), device=device)
+        eye = torch.eye(K, device=device).repeat(E, 1).unflatten(1, (-1, nvfp4.QBLOCK))
+        x = nvfp4.Encoded(eye, one.expand(E * K, K // nvfp4.QBLOCK), one.expand(E * K, 1)).pack()
+        expert = torch.arange(E, device=device).repeat_interleave(K, output_size=E * K)
+        routing = self.kernels.route(expert.unsqueeze(1), E)
+        x = nvfp4.NVFP4Tensor(*(t.contiguous() for t in x))
+        y = self.kernels.grouped_w4a4_gemm(x, self.stored, routing, native=self.native)
+        return y.view(E, K, N).mT
+
+
+# ---- which of them runs
+
+BACKENDS = ("auto", "torch", "triton", "native", "emulated")
+
+
+class Backend(NamedTuple):
+    name: str  # torch | emulated | native
+    reason: str
+
+    @property
+    def label(self) -> str:
+        return "torch (emulated)" if self.name == "torch" else f"triton ({self.name})"
+
+    def __str__(self) -> str:
+        return f"{self.label} backend, {self.reason}"
+
+
+def resolve_backend(backend: str, arithmetic: Arithmetic, device: torch.device | str) -> Backend:
+    """What `backend` means for this arithmetic on this device.
+
+    "auto" is "triton" on CUDA and "torch" elsewhere; "triton" is "native" on a card with FP4 tensor
+    cores and "emulated" on others; "native" and "emulated" insist. Kernels that fail their
+    self-check are not used: torch takes over, and says so on stderr.
+    """
+    device = torch.device(device)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "torch":
+        return Backend("torch", "asked for")
+    if (arithmetic.weights, arithmetic.activations) != ("nvfp4", "nvfp4"):
+        return Backend("torch", f"the Triton kernels are W4A4, these experts {arithmetic}")
+    try:
+        import kernels
+    except ImportError as e:
+        if backend != "auto":
+            raise ValueError(f"backend {backend} needs Triton: {e}; use --backend torch") from e
+        return Backend("torch", f"no Triton here ({e})")
+    if device.type != "cuda" and not (kernels.INTERPRETED and backend != "auto"):
+        if backend != "auto":
+            raise ValueError(f"backend {backend} needs a CUDA device, got {device}; use torch")
+        return Backend("torch", f"the Triton kernels need CUDA, this is {device}")
+    able, why = kernels.has_fp4(device)
+    if backend == "native" and not able:
+        raise ValueError(f"backend native: {why}; use --backend emulated")
+    name = "native" if able and backend != "emulated" else "emulated"
+    failed = [c for c in self_check(str(device), name == "native") if not c.passed]
+    if failed:
+        what = "; ".join(f"{c.kernel}: {c.found}" for c in failed)
+        reason = (
+            f"the {name} kernels FAILED their self-check ({what}) on {kernels.versions(device)}"
+        )
+        print(f"WARNING: {reason}. Falling back to torch.", file=sys.stderr, flush=True)
+        return Backend("torch", reason)
+    return Backend(name, "asked for" if backend == name else why)
+
+
+@cache
+def self_check(device: str, native: bool) -> list:
+    """kernels.self_check, once a process; a kernel that does not even run is a failed check."""
+    import kernels
+
+    try:
+        return kernels.self_check(device, native)
+    except Exception as e:  # compilers and drivers raise what they like, and any of it means: no
+        lines = str(e).strip().splitlines() or [""]
+        return [kernels.Check("launch", False, f"{type(e).__name__}: {lines[0]}")]
 
 
 # ---- CUDA graphs: the toy is so small that launching kernels one by one takes most of the time
@@ -156,7 +262,7 @@ class Engine:
     Args:
         policy: the trainer's model (qat.make_policy); read at each sync, never written.
         arithmetic: of the experts' GEMMs (modes.py).
-        backend: "torch".
+        backend: of BACKENDS, see resolve_backend.
         drift: injected noise on the experts' inputs, relative to their rms (0: none).
     """
 
@@ -164,15 +270,20 @@ class Engine:
         self,
         policy: MoETransformer,
         arithmetic: Arithmetic,
-        backend: str = "torch",
+        backend: str = "auto",
         drift: float = 0.0,
     ):
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.policy, self.arithmetic = policy, arithmetic
         self.device = policy.embed.device
-        experts = partial(BACKENDS[backend], arithmetic=arithmetic, drift=drift)
-        self.model = MoETransformer(policy.config, experts, residual_dtype=torch.bfloat16)
+        self.backend = resolve_backend(backend, arithmetic, self.device)
+        experts, router = partial(TorchExperts, arithmetic=arithmetic, drift=drift), route
+        if self.backend.name != "torch":
+            import kernels
+
+            native = self.backend.name == "native"
+            experts = partial(TritonExperts, arithmetic=arithmetic, drift=drift, native=native)
+            router = kernels.route
+        self.model = MoETransformer(policy.config, experts, torch.bfloat16, router)
         self.model.to(self.device).requires_grad_(False)
         for module in self.model.modules():
             for name in ("embed", "head", "qkv", "out"):
@@ -181,16 +292,24 @@ class Engine:
                     p.data = p.data.to(torch.bfloat16)
         self.experts = self.model.expert_linears()
         self.programs: dict[tuple, Graphed] = {}  # one per settings of `generate`
+        self.copy_weights = Graphed(self._copy_weights)
         self.sync()
 
-    @torch.no_grad()
     def sync(self) -> None:
-        """Copy the policy's weights: dense ones rounded to bf16, experts quantized and packed."""
+        """Copy the policy's weights: dense ones rounded to bf16, experts quantized and packed.
+
+        They are read where they were at the first call: update a policy in place.
+        """
+        self.copy_weights(self.policy.embed[:1, :1].detach())
+
+    @torch.no_grad()
+    def _copy_weights(self, _) -> tuple:
         masters = dict(self.policy.named_parameters())
         for name, p in self.model.named_parameters():
             p.copy_(masters[name])
         for name, master in self.policy.expert_linears().items():
             self.experts[name].load(master.scaled_weight())
+        return ()
 
     @torch.no_grad()
     def multiplies_what(self, policy: MoETransformer) -> torch.Tensor:
@@ -334,6 +453,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--arithmetic", default="w4a4+rac", help="of " + ", ".join(ARITHMETICS))
     parser.add_argument("--prompts", type=int, help="how many (default: 8, with --eval 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
+    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="of W4A4 experts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.prompts is not None and args.prompts < 1:
@@ -353,13 +473,13 @@ def run(args: argparse.Namespace) -> None:
     policy.to(args.device)
     prompts = held_out_prompts(task, count)
     for name, arithmetic in arithmetics.items():
-        engine = Engine(policy, arithmetic)
+        engine = Engine(policy, arithmetic, args.backend)
         if args.eval:
             passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
             error = 100 * (passed * (1 - passed) / count) ** 0.5
             print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({arithmetic})")
             continue
-        print(f"{path}, experts in {arithmetic}, torch backend on {args.device}")
+        print(f"{path}, experts in {arithmetic}\n{engine.backend}, on {args.device}")
         out, rewards = sample(engine, task, prompts, args.seed)
         for row, reward in enumerate(rewards.tolist()):
             completion = task.decode(out.tokens[row, : out.lengths[row]])

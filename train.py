@@ -73,7 +73,7 @@ class Config:
     # the run's place
     out: str = knob("runs", "folder; each run gets a folder in it")
     device: str = knob("cpu", "cpu or cuda (default: cuda if there is one)")
-    backend: str = knob("torch", "of the engine", choices=tuple(BACKENDS))
+    backend: str = knob("auto", "of the engine: auto takes Triton on CUDA", choices=BACKENDS)
     init: str = knob("", "checkpoint to start from (default: the preset's warm start)")
     resume: bool = knob(False, "continue runs that --out holds; start those that it does not")
     deterministic: bool = knob(False, "deterministic CUDA kernels, so that resuming is bit-exact")
@@ -355,16 +355,16 @@ def describe(cfg: Config, engine: Engine, log: runs.Log, done: int) -> None:
         return
     rollout, trainer = map(str, cfg.arithmetics)
     contaminated = contaminated_blocks(plant_outliers(cfg.model))
-    backend = f"{cfg.backend} (emulated)"
     log(
         "config", mode=cfg.mode, seed=cfg.seed, label=cfg.label, config=asdict(cfg),
         command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), **environment,
-        backend=backend, rollout=rollout, trainer=trainer, weight_bytes=engine.weight_bytes,
+        backend=engine.backend.label, backend_reason=engine.backend.reason, rollout=rollout,
+        trainer=trainer, weight_bytes=engine.weight_bytes,
         contaminated_blocks=contaminated,
     )  # fmt: skip
     tqdm.write(
         f"{cfg.label}, seed {cfg.seed}: rollouts {rollout}, trainer {trainer}\n"
-        f"  {backend} backend on {environment['device']}; {engine.weight_bytes:,} bytes of expert "
+        f"  {engine.backend}, on {environment['device']}; {engine.weight_bytes:,} bytes of expert "
         f"weights; outliers in {contaminated[0]} of {contaminated[1]} blocks; log: {log.file.name}"
     )
 

@@ -204,8 +204,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, o: torch.Tensor, linear: Callable[..., ExpertLinear]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        o: torch.Tensor,
+        linear: Callable[..., ExpertLinear],
+        route: Callable[[torch.Tensor, int], Routing],
+    ):
         super().__init__()
+        self.route = route
         D, E, width = config.width, config.experts, config.expert_width
         self.heads, self.top_k, self.experts = config.heads, config.top_k, E
         self.attn_norm = nn.Parameter(torch.ones(D))
@@ -244,7 +251,7 @@ class Layer(nn.Module):
         choice = probs.topk(self.top_k, sorted=False).indices if replay is None else replay
         gate = probs.gather(1, choice)  # (T, top_k): dense probabilities of the choice,
         gate = gate / gate.sum(1, keepdim=True)  # renormalized, so a replayed router keeps gradient
-        routing = route(choice, self.experts)
+        routing = self.route(choice, self.experts)
         a, b = self.gate_up(x, routing, live).chunk(2, -1)  # (S, F) fp32 each
         slot_live = (
             None if live is None else live.repeat_interleave(self.top_k, output_size=choice.numel())
@@ -260,19 +267,23 @@ class Layer(nn.Module):
 
 
 class MoETransformer(nn.Module):
-    """The policy. `linear(E, n, k, o)` makes an expert matmul: the side's arithmetic."""
+    """The policy. `linear(E, n, k, o)` makes an expert matmul: the side's arithmetic.
+
+    `route(choice, E)` deals the slots: the function of this module, or a faster one.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         linear: Callable[..., ExpertLinear],
         residual_dtype: torch.dtype = torch.float32,
+        route: Callable[[torch.Tensor, int], Routing] = route,
     ):
         super().__init__()
         self.config, self.residual_dtype = config, residual_dtype
         D = config.width
         self.embed = nn.Parameter(torch.randn(config.vocab, D))
-        self.layers = nn.ModuleList(Layer(config, o, linear) for o in plant_outliers(config))
+        self.layers = nn.ModuleList(Layer(config, o, linear, route) for o in plant_outliers(config))
         self.norm = nn.Parameter(torch.ones(D))
         self.head = nn.Parameter(torch.randn(config.vocab, D) * D**-0.5)
         half = D // config.heads // 2

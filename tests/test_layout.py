@@ -46,16 +46,15 @@ def test_the_package_imports_neither_a_root_module_nor_triton(path):
 
 
 def test_the_root_modules_import_one_way():
-    """train -> rollout -> kernels -> quads_min.nvfp4; kernels inside a branch, since the name is
+    """train -> rollout -> kernels -> quads_min; kernels inside a branch, since the name is
     everybody's and Triton is not everywhere."""
     assert "train" not in everywhere("rollout") and "kernels" not in everywhere("train")
     assert "kernels" not in imports(tree(ROOT / "rollout.py").body)
     assert "triton" not in everywhere("rollout") | everywhere("train")
-    if (ROOT / "kernels.py").exists():
-        assert not everywhere("kernels") & NAMES
-        names = imports(ast.walk(tree(ROOT / "kernels.py")))
-        ours = {".".join(n.split(".")[:2]) for n in names if n.startswith("quads_min")}
-        assert ours <= {"quads_min", "quads_min.nvfp4"}
+    assert not everywhere("kernels") & NAMES
+    names = imports(ast.walk(tree(ROOT / "kernels.py")))
+    ours = {".".join(n.split(".")[:2]) for n in names if n.startswith("quads_min")}
+    assert ours <= {"quads_min", "quads_min.nvfp4", "quads_min.model"}
 
 
 def test_everything_but_the_kernels_imports_without_triton():

@@ -218,7 +218,8 @@ def test_a_replayed_choice_is_weighted_by_the_dense_probabilities_renormalized()
     tolerance covers 1 / sqrt(1 + 1e-6) in the norm, times |log p| <= 3.
     """
     config = ModelConfig(18, 24, width=16, experts=4, expert_width=16, heads=1)
-    layer, p = model.Layer(config, torch.ones(16), Marker), torch.tensor([0.5, 0.3, 0.15, 0.05])
+    layer = model.Layer(config, torch.ones(16), Marker, model.route)
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     layer.router.data = (p.log() / 16).unsqueeze(1).repeat(1, 16)  # norm(h) is 1 everywhere
     for replay, want in (
         (None, [0.625, 0.375, 0, 0]),

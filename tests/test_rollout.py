@@ -170,7 +170,7 @@ def test_bad_requests_are_refused():
         engine.generate(prompts, 2, task.eos, task.pad, temperature=0.0)
     with pytest.raises(ValueError, match=f"exceed max_len={policy.config.max_len}"):
         engine.generate(prompts, 20, task.eos, task.pad)
-    with pytest.raises(ValueError, match="backend must be one of torch"):
+    with pytest.raises(ValueError, match="backend must be one of auto, torch"):
         Engine(policy, Arithmetic(), backend="cuda")
 
 

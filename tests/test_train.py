@@ -350,12 +350,12 @@ def test_the_warm_start_writes_a_bf16_checkpoint_that_init_starts_from(tmp_path)
 
 
 def test_rollout_prints_what_the_seed_decides(capsys):
-    """Eight lines: verdict, prompt, completion. Equal seeds give equal text, others do not."""
+    """What runs, then eight lines of verdict, prompt, completion: equal for equal seeds alone."""
     texts = []
     for seed in ("0", "0", "1"):
         assert rollout.cli(["--device", "cpu", "--seed", seed]) == 0
         texts.append(capsys.readouterr().out.splitlines())
-    assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 9
+    assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 10
     for line in texts[0][1:]:
         assert re.fullmatch(r"(right|wrong)   \d+( [+*] \d+){5} =( ([+*=]|\w+))+", line), line
 
