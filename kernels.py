@@ -373,8 +373,10 @@ def decode_kernel(
     scale_ptr,  # (packets, M, K / 16) uint8
     mask_ptr,  # (K,) uint8: blocks without a kept channel drop out of packet 1
     plane_ptr,  # (packets, 2, M, P) fp16: even channels, odd ones, in the order of _columns
+    kept_ptr,  # (K / 128,) int32: does the mask keep a channel of this K tile of the GEMM?
     M, K, P,
-    BLOCK: tl.constexpr, ASM: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least P and 64
+    ASM: tl.constexpr,
 ):  # fmt: skip
     row, packet = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BLOCK)
@@ -384,6 +386,10 @@ def decode_kernel(
     if packet == 1:
         channel = tl.arange(0, 2 * BLOCK)
         keep = tl.load(mask_ptr + channel, mask=channel < K, other=0)
+        if row == 0:
+            tile = tl.arange(0, BLOCK // 64)
+            kept = tl.max(tl.reshape(keep, (BLOCK // 64, 128)), 1).to(tl.int32)
+            tl.store(kept_ptr + tile, kept, mask=tile * 128 < K)
         keep = tl.max(tl.reshape(keep, (BLOCK // 8, 16)), 1)
         keep = tl.reshape(tl.broadcast_to(keep[:, None], (BLOCK // 8, 8)), (BLOCK,))
         s = tl.where(keep != 0, s, 0)
@@ -414,7 +420,7 @@ def gemm_kernel(
     x_ptr,  # native: packed (packets, M, K / 2) uint8; emulated: planes (packets, 2, M, P) fp16
     xs_ptr,  # native: (packets, M, K / 16) fp8
     xg_ptr,  # (M,) fp32
-    mask_ptr,  # RESIDUAL: (K,) uint8
+    mask_ptr,  # RESIDUAL: native (K,) uint8; emulated (K / BLOCK_K,) int32, decode_kernel's `kept`
     w_ptr,  # (E, N, K / 2) uint8
     ws_ptr,  # native: tiled fp8 (E, N / 128, K / 64, 512); emulated: (E, N, K / 16) uint8
     wg_ptr,  # (E,) fp32
@@ -462,12 +468,6 @@ def gemm_kernel(
                     in_s = in_n & (b < (K - k) // 16)
                 w = tl.load(w_ptrs + k // 2, mask=in_w, other=0)
                 x = tl.load(x_ptrs + k // 2, mask=in_x, other=0)
-                if RESIDUAL:
-                    channel = k + tl.arange(0, BLOCK_K)
-                    keep = tl.load(mask_ptr + channel, mask=channel < K, other=0)
-                    keep = tl.max(tl.reshape(keep.to(tl.int32), (BLOCK_K // 16, 16)), 1)
-                    any_kept = tl.max(keep, 0)
-                    in_r = in_x & (c < any_kept * BLOCK_K)  # all or nothing
                 if NATIVE:
                     # multiply packed codes under their scales
                     tiles = (expert * tl.cdiv(N, 128) + tl.program_id(0)) * tl.cdiv(K, 64)
@@ -476,8 +476,11 @@ def gemm_kernel(
                     xs_ptrs = xs_ptr + row[:, None] * (K // 16) + b + k // 16
                     xs = tl.load(xs_ptrs, mask=in_xs, other=0.0)
                     acc = tl.dot_scaled(w, ws, "e2m1", x.T, xs, "e2m1", acc)
-                    if RESIDUAL:  # noqa: SIM102  (any_kept exists only if RESIDUAL)
-                        if any_kept > 0:
+                    if RESIDUAL:
+                        channel = k + tl.arange(0, BLOCK_K)
+                        keep = tl.load(mask_ptr + channel, mask=channel < K, other=0)
+                        keep = tl.max(tl.reshape(keep.to(tl.int32), (BLOCK_K // 16, 16)), 1)
+                        if tl.max(keep, 0) > 0:
                             r = tl.load(x_ptrs + plane + k // 2, mask=in_x, other=0)
                             xs_ptrs += (S // SLOTS_PER_ROW).to(tl.int64) * (K // 16)
                             rs = tl.load(xs_ptrs, mask=in_xs & (keep > 0)[None, :], other=0.0)
@@ -494,9 +497,9 @@ def gemm_kernel(
                     acc = tl.dot(even, x.T, acc)
                     acc = tl.dot(odd, x_odd.T, acc)
                     if RESIDUAL:
-                        r = tl.load(x_ptrs + 2 * plane + k // 2, mask=in_r, other=0)
-                        r_odd = tl.load(x_ptrs + 3 * plane + k // 2, mask=in_r, other=0)
-                        if any_kept > 0:
+                        r = tl.load(x_ptrs + 2 * plane + k // 2, mask=in_x, other=0)
+                        r_odd = tl.load(x_ptrs + 3 * plane + k // 2, mask=in_x, other=0)
+                        if tl.load(mask_ptr + k // BLOCK_K) > 0:
                             acc = tl.dot(even, r.T, acc)
                             acc = tl.dot(odd, r_odd.T, acc)
             total += acc
@@ -736,7 +739,7 @@ def _gemm(
         tensors = [x] if residual is None else [x, residual]
         packed = _stack([t.packed for t in tensors])
         scale = _stack([t.scale.view(torch.uint8) for t in tensors])
-        no_mask = packed
+        mask = packed if mask is None else mask
         if native:
             planes, P = packed, K // 2
             scale = scale.view(torch.float8_e4m3fn)
@@ -744,11 +747,12 @@ def _gemm(
         else:
             P = triton.cdiv(K, 32) * 16
             planes = torch.empty(len(tensors), 2, M, P, dtype=torch.float16, device=device)
+            kept = torch.empty(triton.cdiv(K, BLOCK_K), dtype=torch.int32, device=device)
             decode_kernel[(M, len(tensors))](
-                packed, scale, no_mask if mask is None else mask, planes, M, K, P,
-                triton.next_power_of_2(P), not INTERPRETED, num_warps=4,
+                packed, scale, mask, planes, kept, M, K, P,
+                max(64, triton.next_power_of_2(P)), not INTERPRETED, num_warps=4,
             )  # fmt: skip
-            w_scale = w.scale.view(torch.uint8)
+            w_scale, mask = w.scale.view(torch.uint8), kept
         # the grid
         block_n = 128 if native else 64
         if routing is None:
@@ -762,7 +766,7 @@ def _gemm(
         together = parts > 1 and M <= 64  # parts side by side where rows are few, else in turn
         out = torch.empty(parts, S, N, device=device) if together else y
         gemm_kernel[(n_tiles, tiles, parts if together else 1)](
-            planes, scale, x.global_scale, no_mask if mask is None else mask, w.packed, w_scale,
+            planes, scale, x.global_scale, mask, w.packed, w_scale,
             w.global_scale, *table, out, S, N, K, P,
             triton.cdiv(K, parts * BLOCK_K) * BLOCK_K, S // M, block_m, block_n, BLOCK_K,
             1 if together else parts, routing is not None, residual is not None, native,
