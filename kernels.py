@@ -150,7 +150,7 @@ def _as_pair(even, odd):
 def _load_pairs(row_ptr, pair, inside, BF16: tl.constexpr):
     """-> (word with both signs, even channels, odd channels), fp32."""
     if BF16:
-        v = tl.load(row_ptr + pair, mask=inside, other=0)
+        v = tl.load(row_ptr + pair, mask=inside, other=0, eviction_policy="evict_first")
         odd = (v & -0x10000).to(tl.float32, bitcast=True)
         return v, (v << 16).to(tl.float32, bitcast=True), odd
     else:
