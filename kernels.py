@@ -750,7 +750,7 @@ def _gemm(
             kept = torch.empty(triton.cdiv(K, BLOCK_K), dtype=torch.int32, device=device)
             decode_kernel[(M, len(tensors))](
                 packed, scale, mask, planes, kept, M, K, P,
-                max(64, triton.next_power_of_2(P)), not INTERPRETED, num_warps=4,
+                max(64, triton.next_power_of_2(P)), not INTERPRETED, num_warps=8,
             )  # fmt: skip
             w_scale, mask = w.scale.view(torch.uint8), kept
         # the grid
