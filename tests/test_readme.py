@@ -33,9 +33,12 @@ def test_every_command_parses(argv, monkeypatch):
     if program == "train.py":
         train.parse([*args, "--device", "cpu"])
     elif program == "rollout.py":
-        monkeypatch.setattr(rollout, "run", lambda args: seen.append(args))
         seen = []
+        for name in ("run", "report_self_check"):
+            monkeypatch.setattr(rollout, name, lambda args: seen.append(args) or True)
         assert rollout.cli(args) == 0 and seen
+    elif program == "tests/bench.py":
+        assert not args
     else:
         assert argv[:2] == ["-m", "quads_min.report"]
 
