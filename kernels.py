@@ -810,7 +810,7 @@ def w4a4_gemm(
     if w.packed.dim() != 2:
         raise ValueError(f"w4a4_gemm: w must be (N, K), its codes are {tuple(w.packed.shape)}")
     w = NVFP4Tensor(w.packed[None], w.scale[None], w.global_scale[None])
-    _check_operands("w4a4_gemm", x, w, residual, mask)
+    _check_operands("w4a4_gemm", x, w, residual, mask, native)
     return _gemm(x, w, residual, mask, None, native)
 
 
@@ -829,7 +829,7 @@ def grouped_w4a4_gemm(
             f"{where}: w must be (E, N, K) with E={routing.experts} as in the routing, its codes "
             f"are {tuple(w.packed.shape)}"
         )
-    _check_operands(where, x, w, residual, mask)
+    _check_operands(where, x, w, residual, mask, native)
     S, M = routing.row_of_slot.numel(), x.packed.shape[0]
     if M not in (S, S // routing.top_k):
         raise ValueError(
@@ -843,35 +843,59 @@ def grouped_w4a4_gemm(
     return _gemm(x, w, residual, mask, routing, native)
 
 
-def _check_operands(where: str, x, w, residual, mask) -> None:
+def _check_operands(where: str, x, w, residual, mask, native: bool) -> None:
+    """ValueError unless these are x (M, K), w (E, N, K), residual like x, and mask (K,)."""
     K = w.packed.shape[-1] * 2
     if x.packed.dim() != 2 or x.packed.shape[1] * 2 != K:
         raise ValueError(
             f"{where}: x must be (M, K) with w's K={K}, its codes are {tuple(x.packed.shape)}"
         )
-    if x.global_scale.numel() != len(x.packed) or w.global_scale.numel() != len(w.packed):
-        raise ValueError(
-            f"{where}: needs a global scale per row of x (outer='row') and per matrix of w "
-            f"(outer='tensor'), got {x.global_scale.numel()} and {w.global_scale.numel()}"
-        )
     if (residual is None) != (mask is None):
         raise ValueError(f"{where}: residual and mask come together, or not at all")
-    if residual is not None and (residual.packed.shape != x.packed.shape or mask.shape != (K,)):
-        raise ValueError(
-            f"{where}: residual must have x's shape and mask be ({K},), got codes "
-            f"{tuple(residual.packed.shape)} and {tuple(mask.shape)}"
-        )
-    for t in (*x, *w, *(residual or ())):
-        if not t.is_contiguous():
-            raise ValueError(f"{where}: operands must be contiguous; call .contiguous() on them")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (K,)):
+        raise ValueError(f"{where}: mask must be bool ({K},), got {mask.dtype} {(*mask.shape,)}")
+    if native and INTERPRETED:
+        raise ValueError(f"{where}: Triton's interpreter misreads NVFP4; use native=False")
+    (M, _), (E, N, _) = x.packed.shape, w.packed.shape
+    for what, t, rows, scales in (
+        ("x", x, (M,), M),
+        ("w", w, (E, N), E),
+        ("residual", residual, (M,), M),
+    ):
+        if t is None:
+            continue
+        tiled = native and what == "w" and t.scale.dim() == 4  # tile_scales made it
+        wanted = {
+            "packed": (torch.uint8, (*rows, K // 2)),
+            "scale": (torch.float8_e4m3fn, t.scale.shape if tiled else (*rows, K // QBLOCK)),
+            "global_scale": (torch.float32, t.global_scale.shape),
+        }
+        for field, (dtype, shape) in wanted.items():
+            v = getattr(t, field)
+            if v.dtype != dtype or v.shape != shape or not v.is_contiguous():
+                raise ValueError(
+                    f"{where}: {what}.{field} must be contiguous {dtype} {tuple(shape)}, got "
+                    f"{v.dtype} {tuple(v.shape)}; make it with kernels.quantize"
+                )
+        if t.global_scale.numel() != scales:
+            raise ValueError(
+                f"{where}: {what} needs {scales} global scales, a row each for x (outer='row') or "
+                f"a matrix each for w (outer='tensor'); it has {t.global_scale.numel()}"
+            )
     _check_device(where, *x, *w, *(residual or ()), *(() if mask is None else (mask,)))
 
 
 def route(choice: torch.Tensor, experts: int) -> Routing:
     """model.route in two launches; tiles of 16 rows or more, as the tensor cores want them.
 
-    choice (T, top_k) int64 -> a Routing with int32 tables.
+    choice (T, top_k) int64, each in 0..E - 1 (not checked: that would take a device sync) -> a
+    Routing with int32 tables.
     """
+    if choice.dtype != torch.int64 or choice.dim() != 2 or experts < 1:
+        raise ValueError(
+            f"route: needs a choice (T, top_k) of int64 and 1 or more experts, got {choice.dtype} "
+            f"{tuple(choice.shape)} and {experts}"
+        )
     _check_device("route", choice)
     S, ints = choice.numel(), {"dtype": torch.int32, "device": choice.device}
     rows = 16

@@ -186,7 +186,9 @@ def resolve_backend(backend: str, arithmetic: Arithmetic, device: torch.device |
         return Backend("torch", f"no Triton here ({e})")
     if device.type != "cuda" and not (kernels.INTERPRETED and backend != "auto"):
         if backend != "auto":
-            raise ValueError(f"backend {backend} needs a CUDA device, got {device}; use torch")
+            raise ValueError(
+                f"backend {backend} needs a CUDA device, got {device}; use --backend torch"
+            )
         return Backend("torch", f"the Triton kernels need CUDA, this is {device}")
     able, why = kernels.has_fp4(device)
     if backend == "native" and not able:

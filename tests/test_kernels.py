@@ -380,22 +380,31 @@ def test_operands_that_do_not_fit_are_refused(device):
     e = NVFP4Tensor(*(t[None] for t in w))
     routing = kernels.route(torch.zeros(4, 1, dtype=torch.int64, device=device), 1)
     row_scaled = kernels.quantize(torch.ones(24, 32, device=device))
+    zeros = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    gemm, grouped = kernels.w4a4_gemm, kernels.grouped_w4a4_gemm
     for call, message in (
-        (lambda: kernels.w4a4_gemm(x, NVFP4Tensor(w.packed[:, :8], *w[1:])), "w's K=16"),
-        (lambda: kernels.w4a4_gemm(x, e), r"w must be \(N, K\)"),
-        (lambda: kernels.w4a4_gemm(x, row_scaled), "a global scale per row of x"),
-        (lambda: kernels.w4a4_gemm(x, w, residual), "come together"),
-        (lambda: kernels.w4a4_gemm(x, w, residual, mask[:16]), r"mask be \(32,\)"),
-        (lambda: kernels.grouped_w4a4_gemm(x, w, routing), r"w must be \(E, N, K\)"),
-        (lambda: kernels.grouped_w4a4_gemm(
-            x, e, kernels.route(torch.zeros(3, 2, dtype=torch.int64, device=device), 1)),
-         "a row per slot or token"),
-        (lambda: kernels.grouped_w4a4_gemm(
-            x, e, model.route(torch.zeros(4, 1, dtype=torch.int64, device=device), 1)),
-         "kernels.route"),
+        (lambda: gemm(x, w._replace(packed=w.packed[:, :8])), "w's K=16"),
+        (lambda: gemm(x, e), r"w must be \(N, K\)"),
+        (lambda: gemm(x, row_scaled), "w needs 1 global scales"),
+        (lambda: gemm(x._replace(scale=x.scale[:2]), w), r"x.scale must be .* \(4, 2\)"),
+        (lambda: gemm(x, w._replace(scale=w.scale[:, :1])), "w.scale must be contiguous"),
+        (lambda: gemm(x._replace(scale=x.scale.view(torch.uint8)), w), "x.scale must be"),
+        (lambda: gemm(x._replace(packed=x.packed.float()), w), "x.packed must be"),
+        (lambda: gemm(x, w, x._replace(packed=x.packed[:2]), mask), "residual.packed must be"),
+        (lambda: gemm(x, w, residual), "come together"),
+        (lambda: gemm(x, w, residual, mask[:16]), r"mask must be bool \(32,\)"),
+        (lambda: gemm(x, w, residual, mask.float()), r"mask must be bool \(32,\)"),
+        (lambda: grouped(x, w, routing), r"w must be \(E, N, K\)"),
+        (lambda: grouped(x, e, kernels.route(zeros[:3].expand(3, 2), 1)), "a row per slot"),
+        (lambda: grouped(x, e, model.route(zeros, 1)), "kernels.route"),
+        (lambda: kernels.route(zeros.int(), 1), "int64"),
+        (lambda: kernels.route(zeros[0], 1), r"choice \(T, top_k\)"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             call()
+    if kernels.INTERPRETED:
+        with pytest.raises(ValueError, match="misreads NVFP4"):
+            gemm(x, w, native=True)
 
 
 # ---- the engine on these kernels
