@@ -65,14 +65,24 @@ def _bits(x):
 
 
 @triton.jit
+def _abs(x, ASM: tl.constexpr):
+    if ASM:  # opaque to LLVM, which would spend an instruction on it; ptxas makes it free
+        return tl.inline_asm_elementwise(
+            "abs.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.abs(x)
+
+
+@triton.jit
 def _nan_max(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _block_max(even, odd):
+def _block_max(even, odd, ASM: tl.constexpr):
     """(M, B, 8) even and odd channels -> (M, B), NaN if one of them is."""
-    return tl.reduce(_nan_max(tl.abs(even), tl.abs(odd)), 2, _nan_max)
+    return tl.reduce(_nan_max(_abs(even, ASM), _abs(odd, ASM)), 2, _nan_max)
 
 
 @triton.jit
@@ -113,10 +123,10 @@ def _block_scale(bmax, S, g):
 
 
 @triton.jit
-def _encode(pair, even, odd, enc, signs):
+def _encode(pair, even, odd, enc, signs, ASM: tl.constexpr):
     """-> (codes of the even channels, of the odd ones, both packed with the signs of `pair`)."""
-    low = _e2m1_code(tl.abs(even) * enc)
-    high = _e2m1_code(tl.abs(odd) * enc)
+    low = _e2m1_code(_abs(even, ASM) * enc)
+    high = _e2m1_code(_abs(odd, ASM) * enc)
     kept = (pair & signs).to(tl.uint32, bitcast=True)
     sign = tl.umulhi(kept, 0x00100100)  # bits 31 and 15 to bits 7 and 3: >> 24 and >> 12 in one
     return low, high, (low + sign.to(tl.int32, bitcast=True) + (high << 4)).to(tl.uint8)
@@ -175,6 +185,7 @@ def quantize_kernel(
     RESIDUAL: tl.constexpr,  # write the residual packet: 0 no, 1 of all channels, 2 of the mask's
     ENERGY: tl.constexpr,  # write the energy of the residual: 0 no, 1 per block, 2 per channel
     EVEN: tl.constexpr,  # BLOCK_M divides M, BLOCK_K divides K
+    ASM: tl.constexpr,
 ):  # fmt: skip
     B: tl.constexpr = BLOCK_K // 16
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -189,7 +200,7 @@ def quantize_kernel(
     # load, and find the scales
     row_ptr = x_ptr + m[:, None, None] * x_stride
     pair, even, odd = _load_pairs(row_ptr, byte, inside8, BF16)  # (BLOCK_M, B, 8)
-    bmax = _block_max(even, odd)
+    bmax = _block_max(even, odd, ASM)
     if GIVEN_S:
         S = tl.load(S_ptr + m // rows_per_S, mask=in_m, other=1.0)
     else:
@@ -201,7 +212,7 @@ def quantize_kernel(
     scale, sg, enc, signs = _block_scale(bmax, S, g)
 
     # the main packet
-    low, high, packed = _encode(pair, even, odd, enc, signs)
+    low, high, packed = _encode(pair, even, odd, enc, signs, ASM)
     at_s = m[:, None] * (K // 16) + block[None, :]
     at_b = m[:, None, None] * (K // 2) + byte
     tl.store(packed_ptr + at_b, packed, mask=inside8)
@@ -217,8 +228,8 @@ def quantize_kernel(
             keep_ptr, in_k = mask_ptr + 2 * byte, tl.broadcast_to(in_b[None, :, None], (1, B, 8))
             even = tl.where(tl.load(keep_ptr, mask=in_k, other=0) != 0, even, 0.0)
             odd = tl.where(tl.load(keep_ptr + 1, mask=in_k, other=0) != 0, odd, 0.0)
-        scale, sg, enc, signs = _block_scale(_block_max(even, odd), S, g)
-        _, _, packed = _encode(_as_pair(even, odd), even, odd, enc, signs)
+        scale, sg, enc, signs = _block_scale(_block_max(even, odd, ASM), S, g)
+        _, _, packed = _encode(_as_pair(even, odd), even, odd, enc, signs, ASM)
         second = (m * 0 + M)[:, None]
         tl.store(packed_ptr + (second * (K // 2))[:, :, None] + at_b, packed, mask=inside8)
         tl.store(scale_ptr + second * (K // 16) + at_s, scale, mask=inside)
@@ -623,7 +634,7 @@ def _packets(
             S if mask is None else mask, parts, M, K, words.stride(0),
             x.shape[-2] if outer == "tensor" else 1,
             block_m, block_k, bf16, given, residual, energy,
-            M % block_m == 0 and K % block_k == 0,
+            M % block_m == 0 and K % block_k == 0, not INTERPRETED,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return packed, scale, g, parts

@@ -120,7 +120,7 @@ def test_older_cards_decode_to_fp16(arch, tmp_path):
 @pytest.mark.parametrize("arch", [90, 100, 120])
 def test_the_other_kernels_compile(arch, tmp_path):
     fp32 = {"g_ptr": "*fp32", "S_ptr": "*fp32", "energy_ptr": "*fp32", "part_ptr": "*fp32"}
-    quantize = {"BLOCK_M": 1, "BLOCK_K": 4096, "GIVEN_S": False, "EVEN": True}
+    quantize = {"BLOCK_M": 1, "BLOCK_K": 4096, "GIVEN_S": False, "EVEN": True, "ASM": True}
     ints = {f"{n}_ptr": "*i32" for n in ("count", "expert_of_tile", "slot_of_row", "row_of_slot")}
     ints["choice_ptr"] = "*i64"
     variants = [
