@@ -534,7 +534,7 @@ def run(args: argparse.Namespace) -> None:
             error = 100 * (passed * (1 - passed) / count) ** 0.5
             print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({arithmetic})")
             continue
-        print(f"{path}, experts in {arithmetic}\n{engine.backend}, on {args.device}")
+        print(f"{path}, experts in {arithmetic}\n{engine.backend}")
         out, rewards = sample(engine, task, prompts, args.seed)
         for row, reward in enumerate(rewards.tolist()):
             completion = task.decode(out.tokens[row, : out.lengths[row]])

@@ -21,6 +21,7 @@ What this loop leaves out, compared with the paper (arXiv 2607.15810), and why:
 1. Its 25B MoE model, Megatron-LM and SGLang: a toy of 0.2M (tiny) or 1M (base) parameters, so
    that a run takes minutes and every mode can be run over seeds.
 2. FP4 tensor cores: the planes of nvfp4.py give their numbers on any device, not their speed.
+   kernels.py can use such cores, but has met none yet.
 3. Natural activation outliers: planted (model.py), since a toy grows none.
 4. Asynchrony between engine and trainer: rollouts are always from the current weights.
 5. A learning-rate schedule, weight decay, a KL term, dropout: none, one thing less to tune per
