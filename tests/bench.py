@@ -24,8 +24,13 @@ from quads_min.modes import ARITHMETICS, MODES, Arithmetic
 from quads_min.nvfp4 import NVFP4Tensor
 
 W4, SECTIONS = 0.5625, ("quantize", "dense", "grouped", "engine", "estimate")
-MOE = {"gate_up": (1536, 2048), "down": (2048, 768)}  # (N, K) of a Qwen3-30B-A3B-like layer
-EXPERTS, TOP_K, TOKENS = 128, 8, (1, 16, 64, 256, 4096)
+MOE = {  # (E, top_k, N, K): both expert GEMMs of preset base, and of a Qwen3-30B-A3B-like layer
+    "toy gate_up": (8, 2, 128, 128),
+    "toy down": (8, 2, 128, 64),
+    "gate_up": (128, 8, 1536, 2048),
+    "down": (128, 8, 2048, 768),
+}
+TOKENS = (1, 16, 64, 256, 4096)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -62,13 +67,13 @@ class Card:
 
     def row(self, what: str, path: str, us: float | None, moved: float, flops: float = 0) -> None:
         if us is None:
-            print(f"{what:46} {path:9} {'-':>9}")
+            print(f"{what:52} {path:9} {'-':>9}")
             return
         rate = f"{moved / us / 1e3:6.0f} GB/s {100 * moved / us / 1e3 / self.copy:4.0f} %"
         if flops:
             tflops = flops / us / 1e6
             rate += f" {tflops:7.1f} TFLOP/s {100 * tflops / self.matmul:4.0f} %"
-        print(f"{what:46} {path:9} {us:9.2f} us {rate}", flush=True)
+        print(f"{what:52} {path:9} {us:9.2f} us {rate}", flush=True)
 
 
 def attempt(calls) -> float | None:
@@ -123,19 +128,19 @@ def bench_dense(card: Card, path: str, native: bool) -> None:
 
 
 def bench_grouped(card: Card, path: str, native: bool) -> None:
-    for layer, (N, K) in MOE.items():
-        ws = [random_weight(EXPERTS, N, K) for _ in range(copies(W4 * EXPERTS * N * K))]
+    for layer, (E, top_k, N, K) in MOE.items():
+        ws = [random_weight(E, N, K) for _ in range(copies(W4 * E * N * K))]
         if native:
             ws = [w._replace(scale=kernels.tile_scales(w.scale)) for w in ws]
-        wb = [normal(EXPERTS, N, K) for _ in range(2)]
+        wb = [normal(E, N, K) for _ in range(copies(2.0 * E * N * K))]
         w8 = [fp8(w) for w in wb]
         for T in TOKENS:
             torch.manual_seed(T)
-            choice = torch.rand(T, EXPERTS, device="cuda").topk(TOP_K).indices
-            hit, S = len(choice.unique()), T * TOP_K
-            M = T if layer == "gate_up" else S  # a row per token, or per slot
-            flops, name = 2 * S * N * K, f"{layer} E=128 N={N} K={K} T={T}"
-            routing, xb = kernels.route(choice, EXPERTS), normal(M, K)
+            choice = torch.rand(T, E, device="cuda").topk(top_k).indices
+            hit, S, up = len(choice.unique()), T * top_k, layer.endswith("gate_up")
+            M = T if up else S  # a row per token, or per slot
+            flops, name = 2 * S * N * K, f"{layer} E={E} N={N} K={K} T={T}"
+            routing, xb = kernels.route(choice, E), normal(M, K)
             x = kernels.quantize(xb)
             gemm = kernels.grouped_w4a4_gemm
             us = microseconds([lambda w=w: gemm(x, w, routing, native=native) for w in ws])
@@ -146,8 +151,8 @@ def bench_grouped(card: Card, path: str, native: bool) -> None:
                 us = microseconds(calls)
                 card.row(f"{name} w4a4 + RAC {ratio}", path, us, W4 * hit * N * K, flops)
             order = choice.flatten().argsort(stable=True)
-            sorted_rows = xb[order // TOP_K] if layer == "gate_up" else xb[order]
-            counts = torch.bincount(choice.flatten(), minlength=EXPERTS)
+            sorted_rows = xb[order // top_k] if up else xb[order]
+            counts = torch.bincount(choice.flatten(), minlength=E)
             ends = counts.cumsum(0).int()
             us = attempt([lambda w=w: torch._grouped_mm(sorted_rows, w.mT, ends) for w in wb])
             card.row(f"{name} bf16 (_grouped_mm)", "torch", us, 2 * hit * N * K, flops)
@@ -159,9 +164,9 @@ def bench_grouped(card: Card, path: str, native: bool) -> None:
             ])  # fmt: skip
             card.row(f"{name} fp8 (_scaled_grouped_mm)", "torch", us, hit * N * K, flops)
         del ws, wb, w8
-    choice = torch.rand(64, EXPERTS, device="cuda").topk(TOP_K).indices
-    us = microseconds([lambda: kernels.route(choice, EXPERTS)])
-    print(f"{'route E=128 T=64':46} {path:9} {us:9.2f} us")
+    choice = torch.rand(64, 128, device="cuda").topk(8).indices
+    us = microseconds([lambda: kernels.route(choice, 128)])
+    print(f"{'route E=128 T=64':52} {path:9} {us:9.2f} us")
 
 
 def bench_engine() -> None:
@@ -190,12 +195,13 @@ def estimate(bandwidth: float, flops: float, source: str) -> None:
     """Roofline: the larger of bytes / bandwidth and FLOPs / rate. Nothing was run for this."""
     print(f"\nESTIMATE, not measured, for a card of {bandwidth:g} TB/s and {flops:g} PFLOP/s dense "
           f"FP4 ({source}):")  # fmt: skip
-    for layer, (N, K) in MOE.items():
+    for layer in ("gate_up", "down"):
+        E, top_k, N, K = MOE[layer]
         for T in (64, 4096):
-            hit = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** T)  # experts hit, on average
-            moved = (W4 * hit * N + W4 * T * TOP_K) * K + 4 * T * TOP_K * N
+            hit = E * (1 - (1 - top_k / E) ** T)  # experts hit, on average
+            moved = (W4 * hit * N + W4 * T * top_k) * K + 4 * T * top_k * N
             memory = moved / bandwidth / 1e6
-            once, twice = (2 * p * T * TOP_K * N * K / flops / 1e9 for p in (1, 2))
+            once, twice = (2 * p * T * top_k * N * K / flops / 1e9 for p in (1, 2))
             print(f"  {layer} T={T}: {moved / 1e6:.0f} MB -> {memory:.1f} us; MMA {once:.1f} us, "
                   f"with RAC {twice:.1f} us: RAC costs at least "
                   f"x {max(memory, twice) / max(memory, once):.2f}")  # fmt: skip
