@@ -244,15 +244,18 @@ def report_self_check(device: torch.device | str) -> bool:
     choice = torch.rand(16, 64, device=device).topk(8).indices
     main, residual, mask = kernels.quantize_with_residual(x[:16], rows=rows)
     routing = kernels.route(choice, 64)
+    stored = dict.fromkeys((False, True), w)
+    if able:
+        stored[True] = w._replace(scale=kernels.tile_scales(w.scale))
     speeds = {
         "quantize 4096 x 4096": lambda native: kernels.quantize(x, check=False),
         "  with residual, mask": lambda native: kernels.quantize_with_residual(x, check=False),
         "route 16 tokens, 64 experts": lambda native: kernels.route(choice, 64),
         "grouped GEMM N=512 K=4096": lambda native: kernels.grouped_w4a4_gemm(
-            main, w, routing, native=native
+            main, stored[native], routing, native=native
         ),
         "  with RAC": lambda native: kernels.grouped_w4a4_gemm(
-            main, w, routing, residual, mask, native
+            main, stored[native], routing, residual, mask, native
         ),
     }
     for path in paths:
