@@ -427,7 +427,9 @@ def gemm_kernel(
     expert_of_tile_ptr,  # GROUPED: (tiles,)
     slot_of_row_ptr,  # GROUPED: (tiles * BLOCK_M,); S marks an empty row
     y_ptr,  # (S, N) fp32; with several parts (parts, S, N), unscaled
-    S, N, K, P, k_part,
+    S, N, K,
+    P,  # columns of a row of x_ptr: K / 2, in the emulated path rounded up to 16
+    k_part,  # channels of a part of K
     SLOTS_PER_ROW: tl.constexpr,  # slots that read a row of x
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,  # parts of K for this program to sum, one after the other
@@ -451,8 +453,8 @@ def gemm_kernel(
         b = tl.arange(0, BLOCK_K // 16)[None, :]
         w_row = expert * N + n.to(tl.int64)[:, None]
         w_ptrs, ws_ptrs = w_ptr + w_row * (K // 2) + c, ws_ptr + w_row * (K // 16) + b
-        x_ptrs = x_ptr + row[:, None] * P + c  # P = K / 2 in the native path
-        plane = (S // SLOTS_PER_ROW).to(tl.int64) * P
+        x_ptrs = x_ptr + row[:, None] * P + c
+        plane = (S // SLOTS_PER_ROW).to(tl.int64) * P  # native: a packet; emulated: half of one
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for part in range(PARTS):
             start = (tl.program_id(2) * PARTS + part) * k_part
@@ -470,6 +472,7 @@ def gemm_kernel(
                 x = tl.load(x_ptrs + k // 2, mask=in_x, other=0)
                 if NATIVE:
                     # multiply packed codes under their scales
+                    tl.static_assert(BLOCK_N == 128)  # rows of a tile of scales
                     tiles = (expert * tl.cdiv(N, 128) + tl.program_id(0)) * tl.cdiv(K, 64)
                     ws = load_tiled_scales(ws_ptr + tiles * 512, K // 16, k // 16, BLOCK_K)
                     in_xs = live[:, None] & (b < (K - k) // 16)
@@ -705,7 +708,9 @@ def _choose(parts: torch.Tensor, ratio: float, width: int) -> torch.Tensor:
         parts, R = total, len(total)
     mask = torch.empty(groups * width, dtype=torch.uint8, device=parts.device)
     kept = nvfp4.selected_groups(groups, ratio)
-    choose_kernel[(triton.cdiv(groups, 64),)](parts, mask, groups, kept, width, 64)
+    choose_kernel[(triton.cdiv(groups, 64),)](
+        parts, mask, groups, kept, width, 64, enable_fp_fusion=False
+    )
     return mask.view(torch.bool)
 
 
@@ -739,7 +744,7 @@ def _gemm(
         tensors = [x] if residual is None else [x, residual]
         packed = _stack([t.packed for t in tensors])
         scale = _stack([t.scale.view(torch.uint8) for t in tensors])
-        mask = packed if mask is None else mask
+        mask = packed if mask is None else mask  # not read without a residual
         if native:
             planes, P = packed, K // 2
             scale = scale.view(torch.float8_e4m3fn)
@@ -750,14 +755,15 @@ def _gemm(
             kept = torch.empty(triton.cdiv(K, BLOCK_K), dtype=torch.int32, device=device)
             decode_kernel[(M, len(tensors))](
                 packed, scale, mask, planes, kept, M, K, P,
-                max(64, triton.next_power_of_2(P)), not INTERPRETED, num_warps=8,
+                max(64, triton.next_power_of_2(P)), not INTERPRETED,
+                num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
             w_scale, mask = w.scale.view(torch.uint8), kept
         # the grid
         block_n = 128 if native else 64
         if routing is None:
             block_m = min(64, max(16, triton.next_power_of_2(M)))
-            tiles, table = triton.cdiv(M, block_m), (planes, planes)
+            tiles, table = triton.cdiv(M, block_m), (planes, planes)  # not read
         else:
             block_m, tiles = routing.tile_rows, routing.expert_of_tile.numel()
             table = (routing.expert_of_tile, routing.slot_of_row)
@@ -917,10 +923,10 @@ def route(choice: torch.Tensor, experts: int) -> Routing:
     slot_of_row, row_of_slot = torch.empty(tiles * rows, **ints), torch.empty(S, **ints)
     with _on(choice):
         choice = choice.contiguous()
-        count_kernel[(experts,)](choice, count, S, 1024)
+        count_kernel[(experts,)](choice, count, S, 1024, enable_fp_fusion=False)
         route_kernel[(experts,)](
             choice, count, expert_of_tile, slot_of_row, row_of_slot, S, experts, tiles, rows,
-            triton.next_power_of_2(experts), 1024,
+            triton.next_power_of_2(experts), 1024, enable_fp_fusion=False,
         )  # fmt: skip
     return Routing(expert_of_tile, slot_of_row, row_of_slot, experts, choice.shape[1])
 
@@ -960,7 +966,7 @@ def self_check(device: str | torch.device, native: bool) -> list[Check]:
     """Each kernel against torch on a small awkward shape: ragged M, N and K, an empty expert.
 
     Quantizer and mask bit for bit; the GEMMs against an explicit dequantize and matmul in fp64, to
-    K 2^-22 sum |x| |w|: four times the worst rounding of K fp32 additions.
+    K 2^-21 sum |x| |w|, which tests/test_kernels.py derives.
     """
     E, T, top_k, N, K = 5, 19, 2, 72, 592  # K is split, and its last tile holds 80 channels
     rng = torch.Generator().manual_seed(0)
@@ -984,7 +990,7 @@ def self_check(device: str | torch.device, native: bool) -> list[Check]:
 
     def close(kernel: str, y: torch.Tensor, x_hat: torch.Tensor, w_hat: torch.Tensor) -> None:
         expected = torch.einsum("sk,snk->sn", x_hat, w_hat)
-        bound = K * 2.0**-22 * torch.einsum("sk,snk->sn", x_hat.abs(), w_hat.abs())
+        bound = K * 2.0**-21 * torch.einsum("sk,snk->sn", x_hat.abs(), w_hat.abs())
         error = ((y.double() - expected).abs() / bound.clamp(min=1e-30)).max().item()
         checks.append(Check(kernel, error <= 1, f"error {error:.3f} of the bound"))
 

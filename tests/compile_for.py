@@ -1,0 +1,102 @@
+"""Compile all of kernels.py for a GPU that is not here: `python tests/compile_for.py 100`.
+
+The launchers run, on CPU tensors, but each launch ends when Triton's JIT has compiled the kernel
+for sm_100: with the types, alignments and constants of a real launch. Prints a JSON line a kernel;
+test_compile.py, which runs this without TRITON_INTERPRET, says what the lines must hold.
+"""
+
+import json
+import re
+import sys
+
+
+class NoGPU:
+    """All that the JIT asks of a driver before it launches."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def describe(compiled, constants, note):
+    """What the tests look at: of the PTX, what multiplies, converts or fills tensor memory."""
+    words = re.findall(r"\b(?:\w*mma|mul|cvt|tcgen05)\.[\w.:]+", compiled.asm["ptx"])
+    return {
+        "kernel": compiled.metadata.name, "constants": constants, "note": note,
+        "types": dict(compiled.src.signature), "ptx": " ".join(words),
+        "elf": compiled.asm["cubin"][:4] == b"\x7fELF", "shared": compiled.metadata.shared,
+        "tensor_columns": compiled.metadata.tmem_size or 0,
+    }  # fmt: skip
+
+
+def main(arch):
+    # not at the top: pytest imports this file for its doctests, without Triton or interpreted
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    import kernels
+    from quads_min.nvfp4 import NVFP4Tensor
+
+    if kernels.INTERPRETED:
+        raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
+    driver.set_active(NoGPU(GPUTarget("cuda", arch, 32)))
+    native, jit, gemms, note = arch >= 100, JITFunction.run, [], ""
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
+        try:
+            compiled = jit(kernel, *args, grid=grid, warmup=True, **options)
+        except Exception as e:
+            raise SystemExit(f"{kernel.__name__} {constants}: {str(e)[-400:]}") from None
+        print(json.dumps(describe(compiled, constants, note)), flush=True)
+        if kernel is kernels.gemm_kernel:
+            gemms.append((dict(zip(kernel.arg_names, args, strict=True)), options))
+
+    JITFunction.run = compile_only
+    kernels._check_device = lambda *args: None  # CPU tensors will do
+
+    def packets(*shape, scales):  # nobody reads them
+        packed = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
+        scale = torch.zeros(*shape[:-1], shape[-1] // 16, dtype=torch.float8_e4m3fn)
+        return NVFP4Tensor(packed, scale, torch.ones(scales))
+
+    # one launch of each kernel but the GEMMs; 16 rows, so that there are energies to add up
+    x = torch.zeros(16, 512, dtype=torch.bfloat16)
+    kernels.quantize(x, check=False)
+    kernels.quantize(x, "tensor", check=False)
+    kernels.quantize_with_residual(x, check=False)
+
+    # even and ragged sizes; 160 tokens fill tiles of 64 and sum the parts of K = 512 in turn, 16
+    # tokens tiles of 16, the parts side by side
+    sizes = [(16, 256, 512), (160, 200, 208), (16, 200, 208), (160, 256, 512)]
+    for T, N, K in sizes if native else sizes[:2]:
+        routing = kernels.route(torch.zeros(T, 2, dtype=torch.int64), experts=2)
+        x, r, keep = *(packets(T, K, scales=T) for _ in "xr"), torch.ones(K, dtype=torch.bool)
+        w, experts = packets(N, K, scales=1), packets(2, N, K, scales=2)
+        for rac in ((), (r, keep)):
+            kernels.w4a4_gemm(x, w, *rac, native=native)
+            kernels.grouped_w4a4_gemm(x, experts, routing, *rac, native=native)
+
+    # two launches that the tests must be able to tell from the right ones
+    args, options = gemms[0]
+    if arch == 100:
+        note = "8 tokens"
+        kernels.gemm_kernel[(1,)](*(args | {"BLOCK_M": 8}).values(), **options)
+    if arch == 120:
+        note = "uint8 scales"
+        scales = {name: args[name].view(torch.uint8) for name in ("xs_ptr", "ws_ptr")}
+        kernels.gemm_kernel[(1,)](*(args | scales).values(), **options)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
