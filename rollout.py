@@ -24,6 +24,7 @@ served in hurts) from *RL collapse* (the policy itself went bad). Next: train.py
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -32,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from quads_min import checkpoint, nvfp4
+from quads_min import checkpoint, nvfp4, runs
 from quads_min.grpo import token_logprobs
 from quads_min.model import Cache, ExpertLinear, MoETransformer, Routing, route
 from quads_min.modes import ARITHMETICS, Arithmetic
@@ -492,6 +493,8 @@ def check_device(device: str) -> None:
 
 
 def parse_arithmetics(names: str) -> dict[str, Arithmetic]:
+    if names == "all":
+        return ARITHMETICS
     unknown = [n for n in names.split(",") if n not in ARITHMETICS]
     if unknown:
         known = ", ".join(ARITHMETICS)
@@ -506,9 +509,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="to generate")
-    parser.add_argument("--eval", type=Path, metavar="CHECKPOINT", help="print its pass@1 instead")
+    parser.add_argument(
+        "--eval", type=Path, nargs="+", metavar="CHECKPOINT", help="print their pass@1 instead"
+    )
+    parser.add_argument("--log", type=Path, help="append what --eval finds to a JSON-lines file")
     parser.add_argument("--self-check", action="store_true", help="test and time the kernels here")
-    parser.add_argument("--arithmetic", default="w4a4+rac", help="of " + ", ".join(ARITHMETICS))
+    parser.add_argument(
+        "--arithmetic", default="w4a4+rac", help="all, or of " + ", ".join(ARITHMETICS)
+    )
     parser.add_argument("--prompts", type=int, help="how many (default: 8, with --eval 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="of W4A4 experts")
@@ -520,28 +528,43 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> None:
-    """Print completions of held-out prompts, or pass@1, in each arithmetic."""
-    count = args.prompts or (1024 if args.eval else 8)
-    path = args.eval or args.checkpoint
-    arithmetics = parse_arithmetics(args.arithmetic)
-    policy, task = checkpoint.load_policy(path, Arithmetic())  # of its experts: the engine's counts
+def load(path: Path, device: str) -> tuple[MoETransformer, ChainTask]:
+    """A checkpoint's policy on `device`, its experts in bf16 (the engine's arithmetic counts)."""
+    policy, task = checkpoint.load_policy(path, Arithmetic())
     if bad := policy.nonfinite():
         raise ValueError(f"{path}: inf or NaN in {', '.join(bad)}")
-    policy.to(args.device)
-    prompts = held_out_prompts(task, count)
-    for name, arithmetic in arithmetics.items():
+    return policy.to(device), task
+
+
+def show(args: argparse.Namespace) -> None:
+    """Print completions of held-out prompts in each arithmetic."""
+    policy, task = load(args.checkpoint, args.device)
+    prompts = held_out_prompts(task, args.prompts or 8)
+    for arithmetic in parse_arithmetics(args.arithmetic).values():
         engine = Engine(policy, arithmetic, args.backend)
-        if args.eval:
-            passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
-            error = 100 * (passed * (1 - passed) / count) ** 0.5
-            print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({arithmetic})")
-            continue
-        print(f"{path}, experts in {arithmetic}\n{engine.backend}")
+        print(f"{args.checkpoint}, experts in {arithmetic}\n{engine.backend}")
         out, rewards = sample(engine, task, prompts, args.seed)
         for row, reward in enumerate(rewards.tolist()):
             completion = task.decode(out.tokens[row, : out.lengths[row]])
             print(f"{'right' if reward else 'wrong'}   {task.decode(prompts[row])} {completion}")
+
+
+def cross_evaluate(args: argparse.Namespace) -> None:
+    """pass@1 of each checkpoint in each arithmetic: a row of the cross table per checkpoint."""
+    count, arithmetics = args.prompts or 1024, parse_arithmetics(args.arithmetic)
+    for path in args.eval:
+        policy, task = load(path, args.device)
+        prompts, found = held_out_prompts(task, count), {}
+        for name, arithmetic in arithmetics.items():
+            engine = Engine(policy, arithmetic, args.backend)
+            found[name] = passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
+            error = 100 * (passed * (1 - passed) / count) ** 0.5
+            print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({path}, {arithmetic})")
+        if args.log:
+            where = runs.environment(torch.device(args.device))
+            line = {"checkpoint": f"{path.parent.name}/{path.name}", "prompts": count} | where
+            with args.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line | {"pass@1": found}) + "\n")
 
 
 def cli(argv: list[str]) -> int:
@@ -550,8 +573,8 @@ def cli(argv: list[str]) -> int:
         args = parse(argv)
         if args.self_check:
             return 0 if report_self_check(args.device) else 1
-        run(args)
-    except ValueError as e:
+        (cross_evaluate if args.eval else show)(args)
+    except (ValueError, OSError) as e:
         print(f"rollout.py: error: {e}", file=sys.stderr)
         return 2
     return 0

@@ -226,11 +226,14 @@ def main(cfg: Config) -> dict:
     check_weights = cfg.check_weights and rollout_arithmetic.weights == trainer_arithmetic.weights
 
     def trainer_pass(read, tokens, replay):
-        """Log-probs and entropy (rows, N) of sampled tokens; choices (rows, L, P + N - 1, k)."""
+        """Log-probs and entropy (rows, N) of sampled tokens; choices (rows, L, P + N - 1, k);
+        variance of the logits and mean square of the residual stream before the head (rows, N)."""
         replay = replay.movedim(1, 0).flatten(1, 2) if cfg.replay_routing else None
         out = policy(read, replay=replay, logits_from=P - 1)
         logprobs, entropy = grpo.token_logprobs(out.logits, tokens, cfg.temperature)
-        return logprobs, entropy, torch.stack(out.choice, 1).unflatten(0, read.shape).movedim(2, 1)
+        choice = torch.stack(out.choice, 1).unflatten(0, read.shape).movedim(2, 1)
+        spread = out.logits.detach().var(-1, correction=0)
+        return logprobs, entropy, choice, spread, out.hidden.detach().square().mean(-1)
 
     @Graphed
     @torch.no_grad()
@@ -243,7 +246,7 @@ def main(cfg: Config) -> dict:
     @Graphed
     def gradient_pass(read, tokens, replay, old_logprobs, advantages, mask, weights):
         """Fills the policy's gradients; returns loss, share of clipped tokens, gradient norm."""
-        logprobs, _, _ = trainer_pass(read, tokens, replay)
+        logprobs, *_ = trainer_pass(read, tokens, replay)
         loss, clip_share = grpo.policy_loss(
             logprobs, old_logprobs, advantages, mask, cfg.clip, weights
         )
@@ -287,7 +290,9 @@ def main(cfg: Config) -> dict:
             size = len(read) // cfg.minibatches
             batches = [slice(i, i + size) for i in range(0, len(read), size)]
             old = [old_pass(read[b], rollout.tokens[b], replay[b]) for b in batches]
-            old_logprobs, entropy, choice, identical = map(torch.cat, zip(*old, strict=True))
+            old_logprobs, entropy, choice, spread, square, identical = map(
+                torch.cat, zip(*old, strict=True)
+            )
             weights = grpo.importance_weights(
                 old_logprobs, rollout.logprobs, cfg.correction, cfg.correction_cap
             )
@@ -319,7 +324,10 @@ def main(cfg: Config) -> dict:
                 "grad_norm": grad_norm,
                 "clip_share": clip_share,
                 **grpo.mismatch(rollout.logprobs, old_logprobs, mask),
+                **grpo.gap_by_advantage(rollout.logprobs, old_logprobs, advantages, mask),
                 "entropy": entropy[mask].mean(),
+                "logit_std": spread[mask].mean().sqrt(),
+                "hidden_rms": square[mask].mean().sqrt(),
                 "choice_mismatch": grpo.choice_mismatch(rollout.choice, choice, fed),
                 "length": rollout.lengths.float().mean(),
             }

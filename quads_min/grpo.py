@@ -139,6 +139,25 @@ def mismatch(
     }
 
 
+def gap_by_advantage(
+    rollout_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Where the gap sits: sum of |gap| over the tokens with these signs of advantage and gap, by
+    the number of all real tokens; 0-dim tensors. Of "neg_neg" the engine was more certain than the
+    trainer, and the update makes the trainer less so: it widens the gap."""
+    gap = torch.where(mask, old_logprobs - rollout_logprobs, 0.0)
+    count, A = mask.sum().clamp(min=1), advantages.unsqueeze(1)
+    signs = {"pos": 1, "neg": -1}
+    return {
+        f"mass_{a}_{g}": torch.where((A * i > 0) & (gap * j > 0), gap.abs(), 0.0).sum() / count
+        for a, i in signs.items()
+        for g, j in signs.items()
+    }
+
+
 def choice_mismatch(ours: torch.Tensor, theirs: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """Share of (layer, token) pairs whose expert choice, as a set, differs.
 

@@ -191,6 +191,7 @@ class Output(NamedTuple):
     logits: torch.Tensor  # (B, T, V) fp32
     choice: list[torch.Tensor]  # per layer, (B * T, top_k) int64: the experts taken
     router_probs: list[torch.Tensor]  # per layer, (B * T, E) fp32
+    hidden: torch.Tensor  # (B, T, D), the residual stream that the logits are made from
 
 
 def matmul_bf16(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -341,5 +342,6 @@ class MoETransformer(nn.Module):
             h, choice, probs = layer(h, turn, start, past, live, taken)
             choices.append(choice)
             router_probs.append(probs)
-        x = F.rms_norm(h[:, logits_from:].float(), h.shape[-1:], self.norm, 1e-6)
-        return Output(matmul_bf16(x, self.head), choices, router_probs)
+        h = h[:, logits_from:]
+        x = F.rms_norm(h.float(), h.shape[-1:], self.norm, 1e-6)
+        return Output(matmul_bf16(x, self.head), choices, router_probs, h)

@@ -95,7 +95,9 @@ def summarize(run: dict) -> dict:
     config, steps, evals, end = (run[key] for key in ("config", "steps", "evals", "end"))
     final, best = _mean(evals[-LAST:], "trainer"), max([e["trainer"] for e in evals], default=nan)
     fives = [evals[i : i + LAST] for i in range(max(1, len(evals) - LAST + 1))]
-    tenth = max(1, len(steps) // 10)
+    whole = steps[-1]["step"] if steps else 0
+    first = [s for s in steps if s["step"] <= whole / 10] or steps[:1]
+    last = [s for s in steps if s["step"] > 0.9 * whole]
     return {
         **{key: config[key] for key in ("label", "seed", "backend")},
         "deployed": _mean(evals[-LAST:], "deployed"),
@@ -103,10 +105,10 @@ def summarize(run: dict) -> dict:
         "trainer_best": best,
         "collapsed": round(best - final, 9) >= COLLAPSE,  # rounded: 0.75 - 0.55 < 0.2 in floats
         "stable": round(max(_mean(five, "trainer") for five in fives) - final, 9) <= STABLE,
-        "gap_mean": _mean(steps[-tenth:], "gap_mean"),
-        "gap_mean_first": _mean(steps[:tenth], "gap_mean"),
-        "gap_p99": _mean(steps[-tenth:], "gap_p99"),
-        "gap_p99_first": _mean(steps[:tenth], "gap_p99"),
+        "gap_mean": _mean(last, "gap_mean"),
+        "gap_mean_first": _mean(first, "gap_mean"),
+        "gap_p99": _mean(last, "gap_p99"),
+        "gap_p99_first": _mean(first, "gap_p99"),
         "steps": (end or [{"step": 0}, *steps][-1])["step"],
         "steps_per_second": median([1 / s["seconds"] for s in steps] or [nan]),
         "minutes": end["seconds"] / 60 if end else nan,
