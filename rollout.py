@@ -17,6 +17,7 @@ As a script:
     python rollout.py                                          prompts, completions, right or wrong
     python rollout.py --eval CHECKPOINT --arithmetic bf16,w4a4,w4a4+rac      pass@1 in each of them
 
+    python rollout.py --errors              where the gap comes from: analysis.py on a checkpoint
     python rollout.py --self-check          do the Triton kernels compute what torch computes here?
 
 The second is the control that tells *deployment loss* (the policy is good, the arithmetic it is
@@ -33,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from quads_min import checkpoint, nvfp4, runs
+from quads_min import analysis, checkpoint, nvfp4, runs
 from quads_min.grpo import token_logprobs
 from quads_min.model import Cache, ExpertLinear, MoETransformer, Routing, route
 from quads_min.modes import ARITHMETICS, Arithmetic
@@ -394,6 +395,7 @@ class Engine:
         samples: int = 1,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
+        eager: bool = False,
     ) -> Rollout:
         """Sample `samples` completions of each prompt; those of one prompt are neighbours.
 
@@ -404,6 +406,7 @@ class Engine:
             temperature: above 0; log-probs are taken at it.
             generator: on the CPU. Token i of row b depends on uniform [b, i] of one draw alone, so
                 equal seeds give engines of different arithmetic common random numbers.
+            eager: launch every kernel anew, so that whoever listens in (analysis.py) hears it.
         """
         B, P = prompts.shape[0] * samples, prompts.shape[1]
         if temperature <= 0:
@@ -415,6 +418,8 @@ class Engine:
             )
         uniforms = 1 - torch.rand(B, max_new_tokens, generator=generator)  # (0, 1]
         settings = (samples, eos, pad, temperature)
+        if eager:
+            return self._generate(*settings, prompts.to(self.device), uniforms.to(self.device))
         if settings not in self.programs:
             self.programs[settings] = Graphed(partial(self._generate, *settings))
         return Rollout(*self.programs[settings](prompts.to(self.device), uniforms.to(self.device)))
@@ -508,16 +513,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="Generate from a checkpoint, or evaluate it in several arithmetics.",
         allow_abbrev=False,
     )
-    parser.add_argument("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="to generate")
+    parser.add_argument("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="the policy")
     parser.add_argument(
         "--eval", type=Path, nargs="+", metavar="CHECKPOINT", help="print their pass@1 instead"
     )
-    parser.add_argument("--log", type=Path, help="append what --eval finds to a JSON-lines file")
+    parser.add_argument("--errors", action="store_true", help="compare both sides, layer by layer")
+    parser.add_argument("--figure", type=Path, help="of --errors, a .png or .svg file")
+    parser.add_argument("--log", type=Path, help="append what --eval, --errors find, as JSON lines")
     parser.add_argument("--self-check", action="store_true", help="test and time the kernels here")
     parser.add_argument(
         "--arithmetic", default="w4a4+rac", help="all, or of " + ", ".join(ARITHMETICS)
     )
-    parser.add_argument("--prompts", type=int, help="how many (default: 8, with --eval 1024)")
+    parser.add_argument("--prompts", type=int, help="how many (default: 8, 256 or 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="of W4A4 experts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -560,11 +567,27 @@ def cross_evaluate(args: argparse.Namespace) -> None:
             found[name] = passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
             error = 100 * (passed * (1 - passed) / count) ** 0.5
             print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({path}, {arithmetic})")
-        if args.log:
-            where = runs.environment(torch.device(args.device))
-            line = {"checkpoint": f"{path.parent.name}/{path.name}", "prompts": count} | where
-            with args.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line | {"pass@1": found}) + "\n")
+        note(args, path, count, {"pass@1": found})
+
+
+def note(args: argparse.Namespace, path: Path, prompts: int, found: dict) -> None:
+    """Append to --log what was found for a checkpoint, and where."""
+    line = {"checkpoint": f"{path.parent.name}/{path.name}", "prompts": prompts, "seed": args.seed}
+    line |= runs.environment(torch.device(args.device)) | found
+    if args.log:
+        with args.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def compare(args: argparse.Namespace) -> None:
+    """analysis.py: both sides of every mode on one checkpoint."""
+    (policy, task), count = load(args.checkpoint, args.device), args.prompts or 256
+    prompts, engine = held_out_prompts(task, count), partial(Engine, backend="torch")
+    found = analysis.measure(policy, task, engine, prompts, args.seed)
+    note(args, args.checkpoint, count, {"errors": found})
+    print(f"{args.checkpoint}, {count} prompts\n\n{analysis.text(found)}")
+    if args.figure:
+        analysis.figure(found, args.figure)
 
 
 def cli(argv: list[str]) -> int:
@@ -573,7 +596,7 @@ def cli(argv: list[str]) -> int:
         args = parse(argv)
         if args.self_check:
             return 0 if report_self_check(args.device) else 1
-        (cross_evaluate if args.eval else show)(args)
+        (cross_evaluate if args.eval else compare if args.errors else show)(args)
     except (ValueError, OSError) as e:
         print(f"rollout.py: error: {e}", file=sys.stderr)
         return 2

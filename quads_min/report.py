@@ -24,6 +24,7 @@ from statistics import fmean, median, stdev
 
 from quads_min.modes import MODES
 
+IGNORED = {"seed", "resume", "check_weights"}  # knobs that may differ between runs of one row
 LAST, COLLAPSE, STABLE = 5, 0.20, 0.015
 COLORS = {  # Okabe and Ito's palette, with a grey, and a wine for its yellow
     "bf16": "#000000", "fp8": "#999999", "naive": "#D55E00", "w4a16": "#56B4E9", "w16a4": "#E69F00",
@@ -140,7 +141,9 @@ def _by_label(runs: list[dict]) -> dict[str, list[dict]]:
         seeds = sorted(run["config"]["seed"] for run in group)
         items = [run["config"]["config"].items() for run in group]
         knobs = [{(k, v) for k, v in i if isinstance(v, int | float)} for i in items]
-        mixed = {k for k, _ in set.union(*knobs) - set.intersection(*knobs)} - {"seed"}
+        mixed = (
+            {k for k, _ in set.union(*knobs) - set.intersection(*knobs)} - {"seed"} - folders.FREE
+        )
         if mixed or len(set(seeds)) < len(seeds):
             why = f"differ in {', '.join(sorted(mixed))}" if mixed else f"repeat a seed: {seeds}"
             paths = ", ".join(str(run["path"]) for run in group)
