@@ -1,4 +1,9 @@
-"""Run logs to the README's table and figure: `python -m quads_min.report runs --figure out.png`.
+"""Run logs to the README's tables and figures.
+
+    python -m quads_min.report runs --figure out.png       a row per label, curves over steps
+    python -m quads_min.report runs --by lr                modes against values of one knob
+    python -m quads_min.report runs --collapse             what moves when a run collapses
+    python -m quads_min.report --cross cross.jsonl         policies against arithmetics
 
 A run is one log.jsonl of train.py. pass@1 is measured twice, because two things fail differently:
 
@@ -18,13 +23,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from math import hypot, isnan, nan
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 from quads_min.modes import MODES
 
-IGNORED = {"seed", "resume", "check_weights"}  # knobs that may differ between runs of one row
+IGNORED = {"seed", "resume", "check_weights", "checkpoint_every", "log_every"}  # free within a row
 LAST, COLLAPSE, STABLE = 5, 0.20, 0.015
 COLORS = {  # Okabe and Ito's palette, with a grey, and a wine for its yellow
     "bf16": "#000000", "fp8": "#999999", "naive": "#D55E00", "w4a16": "#56B4E9", "w16a4": "#E69F00",
@@ -131,7 +137,7 @@ def row(summary: dict) -> str:
     return ROW.format(s["label"], s["seed"], *shown, collapsed, _text(s["minutes"]), s["backend"])
 
 
-def _by_label(runs: list[dict]) -> dict[str, list[dict]]:
+def by_label(runs: list[dict]) -> dict[str, list[dict]]:
     """Finished runs by label, in the order of MODES. ValueError where a mean would mix settings."""
     rows, rank = {}, [*MODES, *(run["config"]["mode"] for run in runs)].index
     for run in sorted(runs, key=lambda r: (rank(r["config"]["mode"]), r["config"]["label"])):
@@ -141,14 +147,29 @@ def _by_label(runs: list[dict]) -> dict[str, list[dict]]:
         seeds = sorted(run["config"]["seed"] for run in group)
         items = [run["config"]["config"].items() for run in group]
         knobs = [{(k, v) for k, v in i if isinstance(v, int | float)} for i in items]
-        mixed = (
-            {k for k, _ in set.union(*knobs) - set.intersection(*knobs)} - {"seed"} - folders.FREE
-        )
+        mixed = {k for k, _ in set.union(*knobs) - set.intersection(*knobs)} - IGNORED
         if mixed or len(set(seeds)) < len(seeds):
             why = f"differ in {', '.join(sorted(mixed))}" if mixed else f"repeat a seed: {seeds}"
             paths = ", ".join(str(run["path"]) for run in group)
             raise ValueError(f"runs labelled {label} {why}; pass only one kind of {paths}")
     return rows
+
+
+def aggregate(group: list[dict]) -> dict:
+    """Runs of one label to (mean, standard error) by measure; n, and how many collapsed."""
+    each = [summarize(run) for run in group]
+    measures = {k: (_mean(each, k), _se(each, k)) for k, v in each[0].items() if type(v) is float}
+    return measures | {"n": len(each), "collapsed": sum(s["collapsed"] for s in each)}
+
+
+def difference(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """a - b of two (mean, standard error), unpaired."""
+    return a[0] - b[0], hypot(a[1], b[1])
+
+
+def points(value: tuple[float, float], spec: str = ".1f") -> str:
+    """(mean, standard error) of a share, in percent."""
+    return f"{_text(100 * value[0], spec)} ± {_text(100 * value[1])}"
 
 
 def table(runs: list[dict]) -> str:
@@ -158,23 +179,20 @@ def table(runs: list[dict]) -> str:
         here = [run for run in runs if run["setting"] == setting]
         said = [", ".join(sorted({r["config"][k] for r in here})) for k in ("backend", "commit")]
         lines += ["**Preset {} on {}**, backend {}, commit {}".format(*setting, *said), HEAD]
-        rows = _by_label(here)
-        base = [*map(summarize, rows.get("bf16", []))]
+        rows = by_label(here)
+        base = aggregate(rows["bf16"]) if "bf16" in rows else None
         for label, group in rows.items():
-            config, seeds = group[0]["config"], [*map(summarize, group)]
-            mean, se = _mean(seeds, "deployed"), _se(seeds, "deployed")
-            change, change_se = mean - _mean(base, "deployed"), hypot(se, _se(base, "deployed"))
-            plain = label == "bf16" or isnan(change)
-            gap, first = _mean(seeds, "gap_mean"), _mean(seeds, "gap_mean_first")
-            own, own_se = _mean(seeds, "trainer"), _se(seeds, "trainer")
+            config, a = group[0]["config"], aggregate(group)
+            plain = label == "bf16" or base is None
+            gap, first = a["gap_mean"][0], a["gap_mean_first"][0]
             cells = (
                 f"{label} | {config['rollout']} | {config['trainer']}",
-                f"{_text(100 * mean)} ± {_text(100 * se)} (n = {len(seeds)})",
-                f"{_text(100 * own)} ± {_text(100 * own_se)}",
-                "-" if plain else f"{100 * change:+.1f} ± {_text(100 * change_se)}",
+                f"{points(a['deployed'])} (n = {a['n']})",
+                points(a["trainer"]),
+                "-" if plain else points(difference(a["deployed"], base["deployed"]), "+.1f"),
                 f"{_text(gap, '.3g')} (x {_text(gap / first if first else nan, '.2f')})",
-                f"{sum(s['collapsed'] for s in seeds)}/{len(seeds)}",
-                _text(_mean(seeds, "minutes")),
+                f"{a['collapsed']}/{a['n']}",
+                _text(a["minutes"][0]),
             )
             lines.append(f"| {' | '.join(cells)} |")
         dead = [(summarize(run), run["error"]) for run in here if not run["end"]]
@@ -186,40 +204,149 @@ def table(runs: list[dict]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def figure(runs: list[dict], path: str | Path) -> None:
-    """PNG or SVG, by suffix: pass@1 twice and the gap against steps; mean and range over seeds."""
+def by_knob(runs: list[dict], knob: str) -> str:
+    """Markdown: pass@1 deployed, in percent, of modes (rows) at values of one knob (columns), all
+    else as in the preset."""
+    found = {}
+    for label, group in by_label(runs).items():
+        config = group[0]["config"]
+        if label in (config["mode"], f"{config['mode']}+{knob}={config['config'][knob]:g}"):
+            found[config["mode"], config["config"][knob]] = aggregate(group)
+    columns = sorted({value for _, value in found})
+    lines = [f"| {knob} | {' | '.join(f'{c:g}' for c in columns)} |"]
+    lines += ["|---" * (len(columns) + 1) + "|"]
+    for mode in dict.fromkeys(mode for mode, _ in found):
+        rows = [found.get((mode, c)) for c in columns]
+        cells = [
+            "-" if a is None else f"{points(a['deployed'])} ({a['n']})"
+            + f", fell {a['collapsed']}" * (a["collapsed"] > 0)
+            for a in rows
+        ]  # fmt: skip
+        lines.append(f"| {mode} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cross_table(path: str | Path) -> str:
+    """Markdown: policies (a row per mode they were trained in, mean over seeds) evaluated in every
+    arithmetic (a column each), from the lines of `rollout.py --eval ... --log`."""
+    rows = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            event = json.loads(line)
+            folder, found = event["checkpoint"].split("/")[0], event["pass@1"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path}:{number}: expected a line of rollout.py --eval") from None
+        name = "warm start" if folder == "checkpoints" else folder.rsplit("-s", 1)[0]
+        rows.setdefault(name, []).append(found)
+    names = sorted(rows, key=["warm start", *MODES, *rows].index)
+    columns = list(rows[names[0]][0])
+    lines = [f"| trained in | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name in names:
+        own = MODES.get(name, ())  # (deployed, trainer's), bold: what the mode is about
+        cells = []
+        for c in columns:
+            value, mark = points((_mean(rows[name], c), _se(rows[name], c))), "**" * (c in own)
+            cells.append(f"{mark}{value}{mark}")
+        lines.append(f"| {name} (n = {len(rows[name])}) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def moments(run: dict) -> dict[str, list[dict]]:
+    """Steps of a run at its start; of 100 steps up to its best evaluation and up to the first that
+    is 20 points below it (both where the run collapsed after learning something); at its end."""
+    within = lambda low, high: [s for s in run["steps"] if low < s["step"] <= high]  # noqa: E731
+    evals, end = run["evals"], run["evals"][-1]["step"]
+    best = max(evals, key=lambda e: e["trainer"])
+    fallen = [e["step"] for e in evals if e["step"] > best["step"]
+              and best["trainer"] - e["trainer"] >= COLLAPSE]  # fmt: skip
+    found = {"start": within(0, 100)}
+    if fallen and best["step"] >= 200 and summarize(run)["collapsed"]:
+        found["at its best"] = within(best["step"] - 100, best["step"])
+        found["fallen"] = within(fallen[0] - 100, fallen[0])
+    return found | {"end": within(end - 100, end)}
+
+
+def collapse_table(runs: list[dict]) -> str:
+    """Markdown: what was logged at the moments of a run, mean over the runs of a label."""
+    measures = [key for _, events, key, _ in COLLAPSE_PANELS if events == "steps"]
+    lines = [f"| label | moment | runs | {' | '.join(measures)} |"]
+    lines += ["|---" * (len(measures) + 3) + "|"]
+    for label, group in by_label(runs).items():
+        at = {}
+        for run in group:
+            for moment, steps in moments(run).items():
+                at.setdefault(moment, []).append({k: _mean(steps, k) for k in measures})
+        for moment in sorted(at, key=["start", "at its best", "fallen", "end"].index):
+            cells = [f"{_mean(at[moment], k):.3g}" for k in measures]
+            lines.append(f"| {label} | {moment} | {len(at[moment])} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+PANELS = (  # title, events, key, factor
+    ("pass@1 deployed, %", "evals", "deployed", 100),
+    ("pass@1 trainer's arithmetic, %", "evals", "trainer", 100),
+    ("mean |gap| per token, nats", "steps", "gap_mean", 1),
+)
+COLLAPSE_PANELS = (
+    ("pass@1 trainer's arithmetic, %", "evals", "trainer", 100),
+    ("mean |gap| per token, nats", "steps", "gap_mean", 1),
+    ("gap mass, A < 0 and gap < 0", "steps", "mass_neg_neg", 1),
+    ("gap mass, A > 0 and gap > 0", "steps", "mass_pos_pos", 1),
+    ("entropy, nats", "steps", "entropy", 1),
+    ("gradient norm before clipping", "steps", "grad_norm", 1),
+    ("std of logits", "steps", "logit_std", 1),
+    ("rms of residual stream", "steps", "hidden_rms", 1),
+    ("share of tokens, other experts", "steps", "choice_mismatch", 1),
+    ("completion length, tokens", "steps", "length", 1),
+)
+LOGARITHMIC = {"gap_mean", "mass_neg_neg", "mass_pos_pos", "grad_norm"}
+
+
+def new_figure(path: str | Path, size: tuple[float, float]):
+    """An empty matplotlib figure for `path`; ValueError where it cannot be drawn or written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("figure needs matplotlib: pip install -e '.[plot]'") from None
     if Path(path).suffix not in (".png", ".svg"):
         raise ValueError(f"figure: expected a name ending in .png or .svg, got {path}")
+    return Figure(figsize=size, dpi=100, layout="constrained")
+
+
+def figure(runs: list[dict], path: str | Path, collapse: bool = False) -> None:
+    """PNG or SVG, by suffix: curves over steps, mean over seeds and range.
+
+    collapse: ten measures instead of three, and a line for each run, since they fall at
+    different times.
+    """
     settings = sorted({run["setting"] for run in runs if run["end"]})
+    fig = new_figure(path, (14, 6) if collapse else (11, 4.2))
     if len(settings) != 1:
         raise ValueError(f"figure needs finished runs of one preset and device, got {settings}")
-    rows = _by_label(runs)
-    fig = Figure(figsize=(11, 4.2), dpi=160, layout="constrained")
-    panels = (
-        ("pass@1 deployed, %", "evals", "deployed", 100),
-        ("pass@1 trainer's arithmetic, %", "evals", "trainer", 100),
-        ("mean |gap| per token, nats", "steps", "gap_mean", 1),
-    )
-    for ax, (title, events, key, scale) in zip(fig.subplots(1, 3), panels, strict=True):
+    rows, panels = by_label(runs), COLLAPSE_PANELS if collapse else PANELS
+    axes = fig.subplots(2, 5).flat if collapse else fig.subplots(1, 3)
+    for ax, (title, events, key, scale) in zip(axes, panels, strict=True):
         dashes = {}  # the labels of a mode share its color
         for label, group in rows.items():
             mode = group[0]["config"]["mode"]
             line = dashes.setdefault(mode, ["-", "--", "-.", *(":" * len(rows))]).pop(0)
-            color = COLORS.get(mode, "#666666")
+            color, name = COLORS.get(mode, "#666666"), f"{label} (n = {len(group)})"
             curves = [{e["step"]: scale * e[key] for e in run[events]} for run in group]
+            if collapse:
+                for curve in curves:
+                    ax.plot([*curve], [*curve.values()], line, color=color, lw=0.7, label=name)
+                    name = None
+                continue
             x = sorted(set.intersection(*map(set, curves)))
             y = [[curve[step] for curve in curves] for step in x]
-            name = f"{label} (n = {len(group)})"
             ax.plot(x, [*map(fmean, y)], line, color=color, lw=1.2, label=name)
             ax.fill_between(x, [*map(min, y)], [*map(max, y)], color=color, alpha=0.15, lw=0)
         ax.set(title=title, xlabel="step", **({"ylim": (0, 100)} if scale == 100 else {}))
         ax.grid(alpha=0.3)
-    ax.set_yscale("log")
-    fig.suptitle("Preset {} on {}: mean over seeds, band from min to max".format(*settings[0]))
+        if key in LOGARITHMIC:
+            ax.set_yscale("log")
+    what = "a line per run" if collapse else "mean over seeds, band from min to max"
+    fig.suptitle("Preset {} on {}: ".format(*settings[0]) + what)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     fig.savefig(path)
 
@@ -227,20 +354,32 @@ def figure(runs: list[dict], path: str | Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser("report", description=table.__doc__, allow_abbrev=False)
-    parser.add_argument("paths", nargs="+", help="log files, or folders searched for *.jsonl")
+    parser.add_argument("paths", nargs="*", help="log files, or folders searched for *.jsonl")
     parser.add_argument("--figure", help="also draw the curves, to a .png or .svg file")
+    parser.add_argument("--collapse", action="store_true", help="ten measures at four moments")
+    parser.add_argument("--by", metavar="KNOB", help="pass@1 of modes at values of one knob")
+    parser.add_argument("--cross", help="print the cross table of a file that --eval wrote")
     parser.add_argument("--labels", help="only these rows, separated by commas")
     args = parser.parse_args(argv)
     try:
+        if args.cross:
+            print(cross_table(args.cross))
+        elif not args.paths:
+            raise ValueError("no log given; pass the folders that train.py wrote")
+        if not args.paths:
+            return 0
         runs = [read_log(path) for path in find_logs(args.paths)]
         labels = {run["config"]["label"] for run in runs}
         wanted = set(args.labels.split(",")) if args.labels else labels
         if not wanted <= labels:
             raise ValueError(f"no run labelled {sorted(wanted - labels)}, only {sorted(labels)}")
         runs = [run for run in runs if run["config"]["label"] in wanted]
-        print(table(runs))
+        if args.by and args.by not in runs[0]["config"]["config"]:
+            raise ValueError(f"--by: no knob {args.by!r}; see python train.py --help")
+        make = partial(by_knob, knob=args.by) if args.by else table
+        print(collapse_table(runs) if args.collapse else make(runs))
         if args.figure:
-            figure(runs, args.figure)
+            figure(runs, args.figure, args.collapse)
     except (ValueError, OSError) as error:
         print(f"report: error: {error}", file=sys.stderr)
         return 2
