@@ -11,6 +11,7 @@ A run is one log.jsonl of train.py. pass@1 is measured twice, because two things
     trainer     in the trainer's own arithmetic; falling here is *RL collapse*
 
     final       mean of the last 5 evaluations (of all, if there are fewer)
+    fell at     first evaluation 20 points below the best one before it, in the trainer's arithmetic
     collapsed   best single evaluation - final >= 20 points, both in the trainer's arithmetic
     stable      best mean of 5 evaluations in a row - final <= 1.5 points, likewise
     gap         mean or p99 of |gap|, averaged over the last (first) 10% of the logged steps
@@ -90,11 +91,22 @@ def _mean(events: list[dict], key: str) -> float:
 
 
 def _se(events: list[dict], key: str) -> float:
-    return stdev(e[key] for e in events) / len(events) ** 0.5 if len(events) > 1 else nan
+    values = [e[key] for e in events]
+    return nan if len(values) < 2 or any(map(isnan, values)) else stdev(values) / len(values) ** 0.5
 
 
 def _text(value: float, spec: str = ".1f") -> str:
     return "-" if isnan(value) else format(value, spec)
+
+
+def fell_at(evals: list[dict]) -> float:
+    """The step of the first evaluation 20 points below the best before it; NaN if there is none."""
+    best = 0.0
+    for e in evals:
+        best = max(best, e["trainer"])
+        if round(best - e["trainer"], 9) >= COLLAPSE:
+            return float(e["step"])
+    return nan
 
 
 def summarize(run: dict) -> dict:
@@ -110,6 +122,7 @@ def summarize(run: dict) -> dict:
         "deployed": _mean(evals[-LAST:], "deployed"),
         "trainer": final,
         "trainer_best": best,
+        "fell_at": fell_at(evals),
         "collapsed": round(best - final, 9) >= COLLAPSE,  # rounded: 0.75 - 0.55 < 0.2 in floats
         "stable": round(max(_mean(five, "trainer") for five in fives) - final, 9) <= STABLE,
         "gap_mean": _mean(last, "gap_mean"),
@@ -252,17 +265,16 @@ def cross_table(path: str | Path) -> str:
 
 
 def moments(run: dict) -> dict[str, list[dict]]:
-    """Steps of a run at its start; of 100 steps up to its best evaluation and up to the first that
-    is 20 points below it (both where the run collapsed after learning something); at its end."""
+    """The first 100 steps of a run and its last; the 100 up to its best evaluation and up to where
+    it fell, if it collapsed and had 200 steps to learn before."""
     within = lambda low, high: [s for s in run["steps"] if low < s["step"] <= high]  # noqa: E731
-    evals, end = run["evals"], run["evals"][-1]["step"]
-    best = max(evals, key=lambda e: e["trainer"])
-    fallen = [e["step"] for e in evals if e["step"] > best["step"]
-              and best["trainer"] - e["trainer"] >= COLLAPSE]  # fmt: skip
+    fell, end = fell_at(run["evals"]), run["evals"][-1]["step"]
     found = {"start": within(0, 100)}
-    if fallen and best["step"] >= 200 and summarize(run)["collapsed"]:
-        found["at its best"] = within(best["step"] - 100, best["step"])
-        found["fallen"] = within(fallen[0] - 100, fallen[0])
+    if summarize(run)["collapsed"]:
+        before = [e for e in run["evals"] if e["step"] < fell]
+        best = max(before, key=lambda e: e["trainer"])["step"]
+        if best >= 200:
+            found |= {"at its best": within(best - 100, best), "fallen": within(fell - 100, fell)}
     return found | {"end": within(end - 100, end)}
 
 
