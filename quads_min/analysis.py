@@ -398,5 +398,10 @@ def figure(result: dict, path) -> None:
     fig.savefig(path)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the tables of a log."""
     print(text(read_log(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

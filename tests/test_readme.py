@@ -2,13 +2,14 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 import rollout
 import train
-from quads_min import report
+from quads_min import analysis, claims, report
 from quads_min.modes import ARITHMETICS, MODES
 
 ROOT = Path(__file__).parent.parent
@@ -34,34 +35,55 @@ def test_every_command_parses(argv, monkeypatch):
         train.parse([*args, "--device", "cpu"])
     elif program == "rollout.py":
         seen = []
-        for name in ("run", "report_self_check"):
+        for name in ("show", "compare", "cross_evaluate", "report_self_check"):
             monkeypatch.setattr(rollout, name, lambda args: seen.append(args) or True)
         assert rollout.cli(args) == 0 and seen
     elif program == "tests/bench.py":
         assert not args
     else:
-        assert argv[:2] == ["-m", "quads_min.report"]
+        assert argv[0] == "-m" and argv[1] in ("quads_min.report", "quads_min.claims")
 
 
 def test_paths_exist_and_the_file_map_is_complete():
     """Every path named in `code` is there, and every module has its row in the reading order."""
-    for path in re.findall(
-        r"`((?:quads_min|tests|\.ci)/[\w./-]*)`|\]\((?!http|#)([^)]+)\)", README
-    ):
-        assert (ROOT / (path[0] or path[1])).exists(), path
+    for path in re.findall(r"`((?:quads_min|tests|\.ci)/[\w./-]*)`", README):
+        assert (ROOT / path).exists(), path
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", README):
+        assert (ROOT / path).exists(), path
+        if anchor:  # a heading as GitHub names it
+            text = (ROOT / (path or "README.md")).read_text()
+            heads = re.findall(r"^#+ (.+)$", text, re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads]
     rows = set(re.findall(r"^\| `([\w./]+)` \|", README, re.M))
     modules = {p.name for p in ROOT.glob("*.py")}
     modules |= {f"quads_min/{p.name}" for p in (ROOT / "quads_min").glob("[!_]*.py")}
     assert rows == modules | {"tests/"}
 
 
-def test_tables_are_those_of_the_logs():
-    """The marked tables are what the report prints from the shipped logs, to the character."""
-    marked = re.findall(r"<!-- table: (.+?) -->\n(.*?)\n<!-- end -->", README, re.S)
-    assert marked
-    for argument, text in marked:
-        runs = [report.read_log(path) for path in report.find_logs([ROOT / argument])]
-        assert report.table(runs) == text.strip(), argument
+MARKED = [
+    pytest.param(*found, id=found[0])
+    for text in (README, (ROOT / "quads_min/results/README.md").read_text())
+    for found in re.findall(r"<!-- \$ (.+?) -->\n(.*?)\n<!-- end -->", text, re.S)
+]
+
+
+@pytest.mark.parametrize(("command", "shown"), MARKED)
+def test_tables_are_what_their_commands_print(command, shown, monkeypatch, capsys):
+    """To the character, from the shipped logs."""
+    _, _, module, *argv = shlex.split(command)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [module, *argv])
+    main = {"quads_min.report": report, "quads_min.claims": claims, "quads_min.analysis": analysis}
+    assert not main[module].main()
+    assert capsys.readouterr().out.strip() == shown.strip().strip("`").strip()
+
+
+def test_both_readmes_have_their_tables():
+    commands = [p.values[0] for p in MARKED]
+    sets = {p.parent for p in (ROOT / "quads_min/results").glob("*/*.jsonl")}
+    unshown = [s.name for s in sets if not any(f"results/{s.name}" in c for c in commands)]
+    assert len(commands) >= 20 and not unshown
+    assert {"python -m quads_min.claims"} < set(commands)
 
 
 def test_the_table_of_modes_in_train_py_is_that_of_modes_py():
