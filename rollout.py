@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from quads_min import analysis, checkpoint, nvfp4, runs
+from quads_min import analysis, checkpoint, nvfp4, report, runs
 from quads_min.grpo import token_logprobs
 from quads_min.model import Cache, ExpertLinear, MoETransformer, Routing, route
 from quads_min.modes import ARITHMETICS, Arithmetic
@@ -514,13 +514,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="the policy")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--eval", type=Path, nargs="+", metavar="CHECKPOINT", help="print their pass@1 instead"
     )
-    parser.add_argument("--errors", action="store_true", help="compare both sides, layer by layer")
+    what.add_argument("--errors", action="store_true", help="compare both sides, layer by layer")
+    what.add_argument("--self-check", action="store_true", help="test and time the kernels here")
     parser.add_argument("--figure", type=Path, help="of --errors, a .png or .svg file")
     parser.add_argument("--log", type=Path, help="append what --eval, --errors find, as JSON lines")
-    parser.add_argument("--self-check", action="store_true", help="test and time the kernels here")
     parser.add_argument(
         "--arithmetic", default="w4a4+rac", help="all, or of " + ", ".join(ARITHMETICS)
     )
@@ -532,6 +533,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.prompts is not None and args.prompts < 1:
         raise ValueError(f"--prompts must be 1 or more, got {args.prompts}")
     check_device(args.device)
+    if args.figure:  # fail now rather than after the work
+        report.new_figure(args.figure, (1, 1))
+    if args.log:
+        args.log.open("a").close()
     return args
 
 

@@ -400,7 +400,11 @@ def figure(result: dict, path) -> None:
 
 def main() -> None:
     """Print the tables of a log."""
-    print(text(read_log(sys.argv[1])))
+    try:
+        (path,) = sys.argv[1:] or ["none given"]
+        print(text(read_log(path)))
+    except (ValueError, OSError) as e:
+        sys.exit(f"analysis: error: expected one log of rollout.py --errors: {e}")
 
 
 if __name__ == "__main__":

@@ -124,6 +124,30 @@ def test_the_command_prints_what_it_logs(monkeypatch, tmp_path, capsys):
     assert mask.view(8, 16).all(1).sum() == 4 == mask.view(8, 16).any(1).sum()
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--figure", "x.pdf"], "a name ending in .png or .svg"),
+        (["--log", "no/such/folder/x.jsonl"], "No such file or directory"),
+        (["--prompts", "0"], "--prompts must be 1 or more"),
+        (["--checkpoint", "README.md"], "not a readable checkpoint"),
+    ],
+)
+def test_bad_flags_end_in_one_line_before_the_work(flags, said, monkeypatch, capsys):
+    monkeypatch.setattr(analysis, "measure", lambda *_: pytest.fail("too late"))
+    if "--figure" in flags:
+        pytest.importorskip("matplotlib")
+    assert rollout.cli(["--errors", "--device", "cpu", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_log_that_is_none_is_named(tmp_path):
+    for text in ("", "{}\n", '{"errors"', "[1]"):
+        (tmp_path / "x").write_text(text)
+        with pytest.raises(ValueError, match=r"x: its last line is none"):
+            analysis.read_log(tmp_path / "x")
+
+
 def test_a_figure_of_the_errors_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = rollout.SHIPPED.parent / "results" / "errors_base.jsonl"

@@ -198,3 +198,14 @@ def test_choice_mismatch_compares_sets_over_the_tokens_that_were_read():
     theirs = torch.tensor([[[[1, 0], [2, 1], [2, 3]], [[0, 3], [3, 2], [2, 3]]]])
     assert grpo.choice_mismatch(ours, theirs, torch.tensor([[True, True, False]])) == 2 / 4
     assert grpo.choice_mismatch(ours, theirs, torch.ones(1, 3).bool()).item() == approx(4 / 6)
+
+
+def test_gap_by_advantage_sorts_the_gap_by_both_signs():
+    """Four rows of two tokens, the last token of the last row padding: seven tokens count."""
+    rollout_logprobs = torch.zeros(4, 2)
+    old = torch.tensor([[0.7, -1.4], [2.1, -2.8], [3.5, -3.5], [4.2, 9.0]])
+    mask = torch.tensor([[True, True]] * 3 + [[True, False]])
+    advantages = torch.tensor([1.0, -0.5, 0.0, -2.0])
+    found = grpo.gap_by_advantage(rollout_logprobs, old, advantages, mask)
+    expected = {"mass_pos_pos": 0.1, "mass_pos_neg": 0.2, "mass_neg_pos": 0.9, "mass_neg_neg": 0.4}
+    assert {k: v.item() for k, v in found.items()} == approx(expected)

@@ -18,6 +18,7 @@ def write_log(folder, label="quads", seed=0, trainer=EVALS, lost=0.1, end=True, 
     events = [{"event": "config", "rollout": "W nvfp4", "trainer": "W bf16", **head}]
     for i in range(1, 21):
         gaps = {"gap_mean": i / 100, "gap_p99": i / 10}
+        gaps |= {key: float(i) for _, kind, key, _ in report.COLLAPSE_PANELS[2:] if kind == "steps"}
         events.append({"event": "step", "step": i, "seconds": 0.5 if i < 20 else 9.0, **gaps})
     for i, value in enumerate(trainer):
         events.append({"event": "eval", "step": 50 * i, "deployed": value - lost, "trainer": value})
@@ -135,3 +136,58 @@ def test_a_figure_is_written_or_the_error_says_what_to_install(tmp_path, monkeyp
     for name in ("x.png", "x.svg"):
         report.figure(runs_in(tmp_path), tmp_path / name)
         assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_where_a_run_fell_is_20_points_below_the_best_before(tmp_path):
+    evals = [{"step": 50 * i, "trainer": v} for i, v in enumerate([0.4, 0.6, 0.41, 0.4, 0.9])]
+    assert report.fell_at(evals) == 150
+    assert report.fell_at(evals[:3]) != report.fell_at(evals[:3])  # NaN
+
+
+def test_the_first_and_last_tenth_are_of_steps_and_not_of_lines(tmp_path):
+    """Of lines every 10 steps up to 100 and every 50 up to 1,000, all but two lie in the last
+    90 %: the first tenth is ten lines, the last two."""
+    run = report.read_log(write_log(tmp_path))
+    at = [*range(10, 101, 10), *range(150, 1001, 50)]
+    run["steps"] = [dict(run["steps"][0], step=s, gap_mean=float(s)) for s in at]
+    s = report.summarize(run)
+    assert s["gap_mean_first"] == 55 and s["gap_mean"] == 975
+
+
+def test_modes_against_a_knob_take_no_run_with_another_switch(tmp_path):
+    for label, lr, seed in [("quads", 1e-4, 0), ("quads", 1e-4, 1), ("quads+lr=0.0003", 3e-4, 0),
+                            ("naive+tis", 1e-4, 0), ("bf16", 1e-4, 0)]:  # fmt: skip
+        write_log(tmp_path / f"{label}-{seed}", label, seed, lr=lr)
+    lines = report.by_knob(runs_in(tmp_path), "lr").splitlines()
+    assert lines[0] == "| lr | 0.0001 | 0.0003 |" and len(lines) == 4
+    assert lines[2] == "| bf16 | 60.0 ± - (1) | - |"
+    assert lines[3] == "| quads | 60.0 ± 0.0 (2) | 60.0 ± - (1) |"
+
+
+def test_the_cross_table_has_a_row_per_mode_and_a_column_per_arithmetic(tmp_path):
+    lines = [("quads-s0", 0.8, 0.5), ("quads-s1", 0.9, 0.7), ("bf16-s0", 0.9, 0.1)]
+    lines.append(("checkpoints", 0.4, 0.2))
+    path = tmp_path / "cross.jsonl"
+    found = [{"checkpoint": f"{n}/x.pt", "pass@1": {"bf16": a, "w4a4+rac": b}} for n, a, b in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in found))
+    rows = report.cross_table(path).splitlines()
+    assert rows[0] == "| trained in | bf16 | w4a4+rac |"
+    assert rows[2] == "| warm start (n = 1) | 40.0 ± - | 20.0 ± - |"
+    assert rows[3] == "| bf16 (n = 1) | **90.0 ± -** | 10.0 ± - |"
+    assert rows[4] == "| quads (n = 2) | 85.0 ± 5.0 | **60.0 ± 10.0** |"
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(ValueError, match=r"cross.jsonl:5: expected a line of rollout.py --eval"):
+        report.cross_table(path)
+
+
+def test_a_run_that_learned_and_fell_is_seen_at_four_moments(tmp_path):
+    """Evaluations every 50 steps: best at 250, 20 points lost at 350, the end at 400."""
+    run = report.read_log(write_log(tmp_path, trainer=[0.4] * 5 + [0.9, 0.75, 0.6, 0.5]))
+    run["steps"] = [dict(run["steps"][0], step=s, entropy=float(s)) for s in range(1, 401)]
+    seen = {k: (v[0]["step"], v[-1]["step"]) for k, v in report.moments(run).items()}
+    assert seen == {"start": (1, 100), "at its best": (151, 250), "fallen": (251, 350),
+                    "end": (301, 400)}  # fmt: skip
+    table = report.collapse_table([run])
+    assert "| quads | fallen | 1 |" in table and " 300 |" in table  # mean of 251 .. 350: 300.5
+    run["evals"][-1]["trainer"] = run["evals"][-2]["trainer"] = run["evals"][-3]["trainer"] = 0.9
+    assert [*report.moments(run)] == ["start", "end"]
