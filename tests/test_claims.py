@@ -138,7 +138,7 @@ def test_c2_activation_error_costs_more_than_five_times_weight_error(tiny, gaps)
 @pytest.mark.slow
 def test_c3_weights_were_identical_after_every_sync(tiny):
     claim = claims.c3(tiny[0])
-    assert claim.verdict == "holds" and "5,600 syncs of 14 runs" in claim.ours
+    assert claim.verdict == "holds" and "4,800 syncs of 12 runs" in claim.ours
 
 
 @pytest.mark.slow
