@@ -35,6 +35,7 @@ def test_every_command_parses(argv, monkeypatch):
         train.parse([*args, "--device", "cpu"])
     elif program == "rollout.py":
         seen = []
+        monkeypatch.setattr(report, "new_figure", lambda *_: None)  # needs matplotlib
         for name in ("show", "compare", "cross_evaluate", "report_self_check"):
             monkeypatch.setattr(rollout, name, lambda args: seen.append(args) or True)
         assert rollout.cli(args) == 0 and seen
