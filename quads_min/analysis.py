@@ -152,15 +152,18 @@ class Study:
         rollout, _ = self.roll_out(engine, **how)
         return self.gap(rollout, self.read(rollout, trainer, how.get("policy"))[0])
 
+    def tokens_read(self, rollout, choice: torch.Tensor) -> torch.Tensor:
+        """Prompt and completion, what follows EOS left out: (B, P + N - 1) bool."""
+        at = torch.arange(choice.shape[2], device=choice.device)
+        return at < self.task.prompt_len + rollout.lengths.unsqueeze(1) - 1
+
     def layers(self, rollout, engine: Tap, choice: torch.Tensor, trainer: Tap) -> dict:
         """The errors of the module docstring, a list over layers each."""
-        P, B = self.task.prompt_len, len(choice)
-        at = torch.arange(choice.shape[2], device=choice.device)
-        read = at < P + rollout.lengths.unsqueeze(1) - 1  # (B, tokens read)
+        B, read = len(choice), self.tokens_read(rollout, choice)
         found = {"input": [], "output": [], "choice": []}
-        for i, o in enumerate(self.policy.layers):
+        for i, layer in enumerate(self.policy.layers):
             agree = (rollout.choice[:, i].sort(-1).values == choice[:, i].sort(-1).values).all(-1)
-            own = ~planted(o.gate_up)
+            own = ~planted(layer.gate_up)
             pairs = {
                 "input": [side.inputs(i, B)[read][:, own] for side in (engine, trainer)],
                 "output": [
@@ -193,7 +196,8 @@ def measure(policy, task, make_engine: Callable, prompts: torch.Tensor, seed: in
         layers = study.layers(rollout, heard, choice, read)
         result["modes"][mode] = study.gap(rollout, logprobs) | layers
         if mode == "bf16":
-            inputs = [read.inputs(i, len(prompts)).flatten(0, 1) for i in range(len(policy.layers))]
+            fed = study.tokens_read(rollout, choice)
+            inputs = [read.inputs(i, len(prompts))[fed] for i in range(len(policy.layers))]
     result["residual"] = held_by_the_chosen(policy, rollouts["w4a4+rac"][1])
 
     for ratio in RATIOS:

@@ -7,7 +7,8 @@ What was measured, and a verdict by a rule that is written here and not in anybo
     does not          the toy shows something else
     estimate only     cannot be measured without FP4 tensor cores
 
-Losses are differences of pass@1, in points; ± is a standard error over seeds (report.py). Next:
+Losses are differences of pass@1, in points; ± is a standard error over seeds (report.py), and a
+difference counts from two of them on. The factor of C2 is our bar for "dominates". Next:
 tests/test_claims.py, which reruns each of them on the tiny preset.
 """
 
@@ -73,7 +74,7 @@ def c2(rows: dict) -> Claim:
         f"Without outliers {pair('+outlier_gain=1')}; with them in the weights instead (o -> 1/o) "
         f"{pair('+outlier_gain=0.03125')}"
     )
-    verdict = "holds, because outliers are planted" if value > se else "does not"
+    verdict = "holds, because outliers are planted" if value > 2 * se else "does not"
     return Claim("C2", "activation error, not weight error, dominates", ours,
                  "python train.py --mode w4a16,w16a4 --seeds 0,1,2,3,4", verdict)  # fmt: skip
 
@@ -81,12 +82,13 @@ def c2(rows: dict) -> Claim:
 def c3(runs: list[dict]) -> Claim:
     weights = lambda r, side: r["config"][side].split(" / ")[0]  # noqa: E731
     same = [r for r in runs if r["config"]["config"]["check_weights"]
-            and weights(r, "rollout") == weights(r, "trainer")]  # fmt: skip
+            and weights(r, "rollout") == weights(r, "trainer") == "W nvfp4"]  # fmt: skip
     syncs = sum(report.summarize(r)["steps"] for r in same)
     ended = sum(r["end"] is not None for r in same)
     ours = (
         f"checked bit for bit through the engine's own GEMM at every one of {syncs:,} syncs of "
-        f"{len(same)} runs (any difference stops a run; {ended} reached their end)"
+        f"{len(same)} runs with NVFP4 on both sides (any difference stops a run; {ended} reached "
+        "their end)"
     )
     verdict = "holds" if ended == len(same) else "does not"
     return Claim("C3", "weights align exactly through one quantize-dequantize path", ours,
@@ -132,19 +134,22 @@ def c5(rows: dict) -> Claim:
 
 
 def c6(errors: dict) -> Claim:
-    ours, falls = [], []
+    ours, falls, largest = [], [], []
     for unit in ("block", "channel"):
         curve = [r for r in errors["ratio"] if r["unit"] == unit or r["ratio"] in (0, 1)]
         curve.sort(key=lambda r: r["ratio"])
-        mean, p99 = ([r[k] for r in curve] for k in ("gap_mean", "gap_p99"))
+        mean, p99, top = ([r[k] for r in curve] for k in ("gap_mean", "gap_p99", "gap_max"))
         falls.append([v == sorted(v, reverse=True) for v in (mean, p99)])
+        largest.append(top == sorted(top, reverse=True))
         ours.append(
             f"by {unit}: mean {' '.join(f'{v:.3f}' for v in mean)}, p99 "
-            f"{' '.join(f'{v:.2f}' for v in p99)}"
+            f"{' '.join(f'{v:.2f}' for v in p99)}, max {' '.join(f'{v:.2f}' for v in top)}"
         )
     ratios = " ".join(f"{100 * r['ratio']:g}" for r in curve)
     everywhere, anywhere = all(map(all, falls)), any(map(any, falls))
-    verdict = "holds" if everywhere else "partly: not every step falls" if anywhere else "does not"
+    verdict = "partly: not every step falls" if anywhere else "does not"
+    if everywhere:
+        verdict = "holds" if all(largest) else "partly: mean and p99 fall throughout, the max not"
     return Claim("C6", "max gap at ratio 12.5/25/50/75/100 %: .923 .901 .854 .812 .759",
                  f"at {ratios} %, {'; '.join(ours)}",
                  "python rollout.py --errors --checkpoint quads_min/checkpoints/base.pt --prompts "
@@ -171,9 +176,11 @@ def c7(rows: dict) -> Claim:
 
 def c8(runs: list[dict]) -> Claim:
     size = {r["config"]["mode"]: r["config"]["weight_bytes"] for r in runs}
+    here = size["fp8"] / size["quads"]
     ours = (
-        f"{size['fp8'] / size['quads']:.2f} times fewer bytes of expert weights than fp8, which "
-        "bounds decoding where weights arrive slower than tokens; no rate of an FP4 card"
+        f"{16 / 9:.2f} times fewer bytes a weight than fp8 (here {here:.2f}: "
+        "fp8 stores a scale for each of its short rows), which bounds decoding where weights "
+        "arrive slower than tokens; no rate of an FP4 card"
     )
     return Claim("C8", "about 16 % more rollout throughput than FP8", ours,
                  "python tests/bench.py --only estimate", "estimate only")  # fmt: skip

@@ -32,7 +32,7 @@ from statistics import fmean, median, stdev
 from quads_min.modes import MODES
 
 IGNORED = {"seed", "resume", "check_weights", "checkpoint_every", "log_every"}  # free within a row
-LAST, COLLAPSE, STABLE = 5, 0.20, 0.015
+LAST, COLLAPSE, STABLE, LEARNED = 5, 0.20, 0.015, 0.10
 COLORS = {  # Okabe and Ito's palette, with a grey, and a wine for its yellow
     "bf16": "#000000", "fp8": "#999999", "naive": "#D55E00", "w4a16": "#56B4E9", "w16a4": "#E69F00",
     "qat": "#CC79A7", "rac": "#009E73", "sym": "#882255", "quads": "#0072B2",
@@ -232,7 +232,7 @@ def by_knob(runs: list[dict], knob: str) -> str:
         rows = [found.get((mode, c)) for c in columns]
         cells = [
             "-" if a is None else f"{points(a['deployed'])} ({a['n']})"
-            + f", fell {a['collapsed']}" * (a["collapsed"] > 0)
+            + f", {a['collapsed']} collapsed" * (a["collapsed"] > 0)
             for a in rows
         ]  # fmt: skip
         lines.append(f"| {mode} | {' | '.join(cells)} |")
@@ -266,15 +266,16 @@ def cross_table(path: str | Path) -> str:
 
 def moments(run: dict) -> dict[str, list[dict]]:
     """The first 100 steps of a run and its last; the 100 up to its best evaluation and up to where
-    it fell, if it collapsed and had 200 steps to learn before."""
+    it fell, if it collapsed and had gained LEARNED before."""
     within = lambda low, high: [s for s in run["steps"] if low < s["step"] <= high]  # noqa: E731
     fell, end = fell_at(run["evals"]), run["evals"][-1]["step"]
     found = {"start": within(0, 100)}
     if summarize(run)["collapsed"]:
         before = [e for e in run["evals"] if e["step"] < fell]
-        best = max(before, key=lambda e: e["trainer"])["step"]
-        if best >= 200:
-            found |= {"at its best": within(best - 100, best), "fallen": within(fell - 100, fell)}
+        best = max(before, key=lambda e: e["trainer"])
+        if best["trainer"] - before[0]["trainer"] >= LEARNED:
+            at = best["step"]
+            found |= {"at its best": within(at - 100, at), "fallen": within(fell - 100, fell)}
     return found | {"end": within(end - 100, end)}
 
 
@@ -284,13 +285,13 @@ def collapse_table(runs: list[dict]) -> str:
     lines = [f"| label | moment | runs | {' | '.join(measures)} |"]
     lines += ["|---" * (len(measures) + 3) + "|"]
     for label, group in by_label(runs).items():
-        at = {}
-        for run in group:
-            for moment, steps in moments(run).items():
-                at.setdefault(moment, []).append({k: _mean(steps, k) for k in measures})
-        for moment in sorted(at, key=["start", "at its best", "fallen", "end"].index):
-            cells = [f"{_mean(at[moment], k):.3g}" for k in measures]
-            lines.append(f"| {label} | {moment} | {len(at[moment])} | {' | '.join(cells)} |")
+        seen = [moments(run) for run in group]
+        for fate, ms in ((", learned, then fell", [m for m in seen if "fallen" in m]),
+                         ("", [m for m in seen if "fallen" not in m])):  # fmt: skip
+            for moment in ms[0] if ms else ():
+                means = [_mean([{k: _mean(m[moment], k)} for m in ms], k) for k in measures]
+                cells = " | ".join(f"{v:.3g}" for v in means)
+                lines.append(f"| {label}{fate} | {moment} | {len(ms)} | {cells} |")
     return "\n".join(lines)
 
 

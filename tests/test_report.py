@@ -188,6 +188,8 @@ def test_a_run_that_learned_and_fell_is_seen_at_four_moments(tmp_path):
     assert seen == {"start": (1, 100), "at its best": (151, 250), "fallen": (251, 350),
                     "end": (301, 400)}  # fmt: skip
     table = report.collapse_table([run])
-    assert "| quads | fallen | 1 |" in table and " 300 |" in table  # mean of 251 .. 350: 300.5
+    assert (
+        "| quads, learned, then fell | fallen | 1 |" in table and " 300 |" in table
+    )  # mean of 251 .. 350: 300.5
     run["evals"][-1]["trainer"] = run["evals"][-2]["trainer"] = run["evals"][-3]["trainer"] = 0.9
     assert [*report.moments(run)] == ["start", "end"]
