@@ -6,7 +6,6 @@ to where it stood, and repeats what is missing, bit for bit on one device. Next:
 """
 
 import json
-import os
 import platform
 import signal
 import subprocess
@@ -16,6 +15,11 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from quads_min import checkpoint
 from quads_min.model import MoETransformer
@@ -113,13 +117,21 @@ def restore(
 
 
 class Log:
-    """JSON lines, one event each. Resuming cuts what the checkpoint has not: it happens again."""
+    """JSON lines, one event each. Resuming cuts what the checkpoint has not: it happens again.
+
+    The file is locked while it is open, so that no two processes write one run (not on Windows).
+    """
 
     def __init__(self, path: Path, state: dict | None):
-        self.file = path.open("r+" if state else "w", encoding="utf-8")
-        if state:
-            self.file.truncate(state["log_bytes"])
-            self.file.seek(0, os.SEEK_END)
+        self.file = path.open("a", encoding="utf-8")
+        try:
+            if fcntl:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise ValueError(
+                f"{path.parent}: another process is writing this run; wait or choose another --out"
+            ) from e
+        self.file.truncate(state["log_bytes"] if state else 0)
         self.began = time.perf_counter() - (state["seconds"] if state else 0.0)
 
     def __enter__(self):

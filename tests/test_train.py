@@ -1,10 +1,12 @@
 """train.py and rollout.py as a user meets them: every mode runs, a run that was stopped goes on as
 if it had not been, and bad input costs one line and changes nothing on disk."""
 
+import contextlib
 import json
 import math
 import os
 import pickle
+import random
 import re
 import shlex
 import shutil
@@ -167,6 +169,28 @@ def test_five_steps_and_five_more_equal_ten(whole, tmp_path, flags):
     assert_same_run(ten, folder)
     assert [e["step"] for e in logged(folder, "resume")] == [5]
     assert state(folder)["optimizer"]["state"][0]["step"] == 2 * STEPS  # two mini-batches a step
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("QUADS_KILLS", 3))))
+def test_a_run_killed_at_a_random_moment_ends_in_the_same_weights(whole, tmp_path, seed):
+    """SIGKILL, start-up and end included. QUADS_KILLS=20 tries as many moments."""
+    process = start(tmp_path, f"--steps {STEPS}")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=random.Random(seed).uniform(2, 6))
+    process.kill()
+    process.communicate()
+    run(tmp_path, f"--steps {STEPS} --resume")
+    assert_same_run(whole, tmp_path / whole.name)
+
+
+def test_two_processes_on_one_run_are_refused(whole, tmp_path, capsys):
+    """The second one, whatever it was asked to do; the first goes on."""
+    process = start(tmp_path, f"--steps {STEPS}")
+    wait_for_step(process, tmp_path / whole.name / "log.jsonl", 1)
+    assert train.cli(argv(tmp_path, f"--steps {STEPS} --resume")) == 2
+    assert "another process is writing this run" in capsys.readouterr().err
+    process.communicate(timeout=600)
+    assert_same_run(whole, tmp_path / whole.name)
 
 
 KILLED_WHILE_SAVING = """
