@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import rollout
 import train
-from quads_min import analysis, claims, report
+from quads_min import analysis, claims, nvfp4, report
 from quads_min.modes import ARITHMETICS, MODES
 
 ROOT = Path(__file__).parent.parent
@@ -96,3 +97,21 @@ def test_the_table_of_modes_in_train_py_is_that_of_modes_py():
         return f"{a.weights} / {a.activations}" + ("+RAC" if a.rac_ratio else "")
 
     assert said == {mode: tuple(map(text, pair)) for mode, pair in MODES.items()}
+
+
+def test_the_block_by_hand_is_what_the_quantizer_makes_of_it():
+    block = re.search(r"### One block, by hand.*?```\n(.*?)```", README, re.S)[1]
+    rows = [(line[:11].strip(), line[11:].split()) for line in block.splitlines()]
+    x = torch.tensor([[float(v) for v in rows[0][1]]])
+    main, residual, _ = nvfp4.quantize_with_residual(x, 1.0)
+    x_hat, r_hat = nvfp4.dequantize(main), nvfp4.dequantize(residual)
+    codes = [nvfp4.unpack(packet).value.flatten() for packet in (main, residual)]
+    expected = [x, codes[0], main.packed, x_hat, x - x_hat, codes[1], residual.packed, r_hat,
+                x_hat + r_hat]  # fmt: skip
+    for (name, shown), values in zip(rows, expected, strict=True):
+        if name == "bytes":
+            assert [int(b, 16) for b in shown] == values.flatten().tolist()
+        else:
+            assert [float(v) for v in shown] == pytest.approx(values.flatten().tolist(), abs=0.006)
+    assert main.scale.item() == 448 and residual.scale.item() == 18
+    assert main.global_scale.item() == pytest.approx(1 / 56)
