@@ -19,7 +19,8 @@ COMMANDS = [
     line.split("#")[0].strip()
     for block in re.findall(r"```(?:bash)?\n(.*?)```", README, re.S)
     for line in block.splitlines()
-    if re.match(r"(python3?|pip|bash) ", line)
+    if "git apply" not in block  # the forks: test_forks.py
+    and re.match(r"(python3?|pip|bash) ", line)
 ]
 
 
