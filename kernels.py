@@ -27,7 +27,7 @@ Sizes: x (M, K), w (N, K) or (E, N, K); S slots = M * top_k. Packing and scales 
     row of x    | c1 c0 | c3 c2 | c5 c4 | ...        K / 2 bytes, the even channel in the low nibble
                  \\____ 8 bytes = 16 channels ___/    one E4M3 scale;  K / 16 of them a row
 
-Next: train.py.
+Next: quads_min/nvfp4.py.
 """
 
 import statistics

@@ -21,7 +21,7 @@ As a script:
     python rollout.py --self-check          do the Triton kernels compute what torch computes here?
 
 The second is the control that tells *deployment loss* (the policy is good, the arithmetic it is
-served in hurts) from *RL collapse* (the policy itself went bad). Next: train.py.
+served in hurts) from *RL collapse* (the policy itself went bad). Next: kernels.py.
 """
 
 import argparse

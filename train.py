@@ -1,6 +1,6 @@
 """The RL loop of QUADS: it ties the engine (rollout.py) to the trainer (quads_min/).
 
-    python train.py --mode quads                       one run: about 2 minutes, CPU or GPU
+    python train.py --mode quads                       one run: 2 minutes, on a GPU less
     python train.py --mode all --seeds 0,1,2 --jobs 2  every row of the table, two runs at a time
 
 Each mode is a pair of arithmetics for the routed experts' GEMMs (W weights, A activations):
@@ -286,7 +286,7 @@ def main(cfg: Config) -> dict:
             # 5. log-probs under the trainer, before the first update: (B, N)
             read = torch.cat([prompts, rollout.tokens[:, :-1]], 1)  # (B, P + N - 1)
             mask = grpo.token_mask(rollout.lengths, N)
-            replay = rollout.choice if cfg.replay_routing else read[:, :0]
+            replay = rollout.choice if cfg.replay_routing else read[:, :0]  # Graphed: tensors only
             size = len(read) // cfg.minibatches
             batches = [slice(i, i + size) for i in range(0, len(read), size)]
             old = [old_pass(read[b], rollout.tokens[b], replay[b]) for b in batches]
@@ -316,7 +316,7 @@ def main(cfg: Config) -> dict:
                 # 7. step
                 optimizer.step()
 
-            # 8. log
+            # 8. log (loss, grad_norm and clip_share: of the last mini-batch)
             fed = torch.arange(P + N - 1, device=device) < P + rollout.lengths.unsqueeze(1) - 1
             tensors = {
                 "reward": rewards.mean(),

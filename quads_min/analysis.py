@@ -14,7 +14,7 @@ blocks in each of these batches; the trainer reads the result in one pass, as in
 
 `measure` collects everything, `text` prints it, `figure` draws it; as a script, this file prints
 what `rollout.py --errors --log` wrote. How to make an engine is an argument: the package imports
-no root module. Next: report.py.
+no root module. Next: claims.py.
 """
 
 import json

@@ -19,7 +19,7 @@ term:
     mis    w = exp(gap) where that is <= C, else 0    masked importance sampling
 
 Source: GRPO, arXiv 2402.03300; loss averaged over all tokens of the batch as in DAPO, arXiv
-2503.14476. Next: rollout.py, the other side.
+2503.14476. Next: tasks.py.
 """
 
 import torch

@@ -15,7 +15,7 @@ empty, so that all experts run as one batched matmul whose shape depends on shap
 over experts, no host sync, no atomics, and it can live in a CUDA graph.
 
     slots     e1 e0 e1 e2 e1 e0          expert_of_tile   0      1      1     2     (unused)
-    tiles of 2 rows:                     slot_of_row    [1 5]  [0 2]  [4 .] [3 .]  [. .]
+    tiles of 2 rows:                     slot_of_row    [1 5]  [0 2]  [4 .] [3 .]  [. .]  ...
 
 Outlier channels. Large models grow a few activation channels 20 to 100 times larger than the
 rest; a toy does not, so they are planted: a fixed vector o (ones, but a power of two on a few

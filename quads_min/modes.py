@@ -3,6 +3,7 @@
 An *arithmetic* says how the routed experts' two GEMMs take their weights (W) and activations (A).
 A mode is a pair of them, so that every ablation is one row of a table and no code asks for a mode
 by name. WxAy in a name counts bits, as usual: w4a16 is NVFP4 weights with bf16 activations.
+Next: grpo.py.
 """
 
 from dataclasses import dataclass

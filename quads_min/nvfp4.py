@@ -14,7 +14,9 @@ ties to even:
     x^   = value(code) * (s_b * g)
 
 Why 6 and 448: they are the largest E2M1 and E4M3 values. The largest value of the row then lands on
-6 * 448 * g exactly, and every block scale fits E4M3 without saturating.
+6 * 448 * g exactly, and every block scale fits E4M3 without saturating (min and clamp are for
+products that round up). Why two levels: a scale of one byte has little range, 2^-9 to 448; g moves
+the row into it first.
 
 Exact planes. value(code) * s_b has at most 6 significant bits, so it is exact in fp16 and bf16. A
 tensor core of any age that multiplies these *planes* and accumulates in fp32, with g applied to

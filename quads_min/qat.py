@@ -8,13 +8,15 @@ and activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weig
   mismatch, and training learns around it.
 - Activations are recomputed on each side, from inputs that already differ a little (bf16 against
   fp32 residual stream, another batch shape). Q amplifies the difference: two inputs on either
-  side of a rounding threshold come out a whole E2M1 step apart. Fake-quantizing them in the
-  trainer too (mode `sym`) adds this error on a second side instead of cancelling the first one's.
+  side of a rounding threshold come out a whole E2M1 step apart. So, the paper argues,
+  fake-quantizing them in the trainer too (mode `sym`) adds this error on a second side instead of
+  cancelling the first one's. In this toy the inputs differ so little that it does cancel most of
+  it, and `sym` fails by not learning (README, C4).
 
 With V = W / o (o: model.py) and Q, DQ of nvfp4.py, one GEMM of the trainer is
 
-    forward    V^ = DQ(Q(V)),  y = x V^T                         product of exact planes, then g
-    backward   dL/dV = dL/dV^ = dL/dy^T x,   dL/dx = dL/dy V^    straight through: Q is skipped
+    forward    V^ = DQ(Q(V)),  y = x (V^)^T                      product of exact planes, then g
+    backward   dL/dV = dL/dV^ = (dL/dy)^T x,  dL/dx = dL/dy V^   straight through: Q is skipped
 
 hence dL/dW = dL/dV^ / o, by autograd through W / o. Every element passes its gradient, the block's
 maximum included. Next: modes.py, the table that picks the formats.

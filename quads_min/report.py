@@ -17,7 +17,7 @@ A run is one log.jsonl of train.py. pass@1 is measured twice, because two things
     gap         mean or p99 of |gap|, averaged over the last (first) 10% of the logged steps
     ± se        over n seeds, sample std / sqrt(n); of a difference sqrt(se^2 + se^2), unpaired
 
-Unfinished runs enter no mean and no curve; a line below the table names them. Next: README.md.
+Unfinished runs enter no mean and no curve; a line below the table names them. Next: analysis.py.
 """
 
 import argparse

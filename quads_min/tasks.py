@@ -11,7 +11,7 @@ follows.
 Warm start: GRPO cannot teach a policy that never succeeds, so the base policy is first trained on
 *noisy* demonstrations: each running result is replaced by a random number with some probability and
 the rest follows from it. It then knows the task but samples badly, which is what RL repairs.
-Next: grpo.py.
+Next: checkpoint.py.
 """
 
 from dataclasses import dataclass
