@@ -127,7 +127,7 @@ class Log:
         try:
             if fcntl:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+        except BlockingIOError as e:
             raise ValueError(
                 f"{path.parent}: another process is writing this run; wait or choose another --out"
             ) from e
