@@ -26,6 +26,8 @@ What this loop leaves out, compared with the paper (arXiv 2607.15810), and why:
 4. Asynchrony between engine and trainer: rollouts are always from the current weights.
 5. A learning-rate schedule, weight decay, a KL term, dropout: none, one thing less to tune per
    mode.
+
+Next: rollout.py.
 """
 
 import argparse
@@ -226,22 +228,22 @@ def main(cfg: Config) -> dict:
     check_weights = cfg.check_weights and rollout_arithmetic.weights == trainer_arithmetic.weights
 
     def trainer_pass(read, tokens, replay):
-        """Log-probs and entropy (rows, N) of sampled tokens; choices (rows, L, P + N - 1, k);
-        variance of the logits and mean square of the residual stream before the head (rows, N)."""
+        """Log-probs and entropy (rows, N) of sampled tokens, and what else the policy returned."""
         replay = replay.movedim(1, 0).flatten(1, 2) if cfg.replay_routing else None
         out = policy(read, replay=replay, logits_from=P - 1)
-        logprobs, entropy = grpo.token_logprobs(out.logits, tokens, cfg.temperature)
-        choice = torch.stack(out.choice, 1).unflatten(0, read.shape).movedim(2, 1)
-        spread = out.logits.detach().var(-1, correction=0)
-        return logprobs, entropy, choice, spread, out.hidden.detach().square().mean(-1)
+        return *grpo.token_logprobs(out.logits, tokens, cfg.temperature), out
 
     @Graphed
     @torch.no_grad()
-    def old_pass(*inputs):
-        """`trainer_pass` and, where both sides hold the same weight format: are they the same?"""
-        outputs = trainer_pass(*inputs)
+    def old_pass(read, tokens, replay):
+        """`trainer_pass`; choices (rows, L, P + N - 1, k); variance of the logits and mean square
+        of the residual stream before the head (rows, N); and, where both sides hold the same weight
+        format: are they the same?"""
+        logprobs, entropy, out = trainer_pass(read, tokens, replay)
+        spread, square = out.logits.var(-1, correction=0), out.hidden.square().mean(-1)
         identical = torch.ones(1, dtype=torch.bool, device=device)
-        return *outputs, identical & engine.multiplies_what(policy) if check_weights else identical
+        identical = identical & engine.multiplies_what(policy) if check_weights else identical
+        return logprobs, entropy, out.choices(len(read)), spread, square, identical
 
     @Graphed
     def gradient_pass(read, tokens, replay, old_logprobs, advantages, mask, weights):
@@ -317,7 +319,7 @@ def main(cfg: Config) -> dict:
                 optimizer.step()
 
             # 8. log (loss, grad_norm and clip_share: of the last mini-batch)
-            fed = torch.arange(P + N - 1, device=device) < P + rollout.lengths.unsqueeze(1) - 1
+            fed = grpo.token_mask(P - 1 + rollout.lengths, P + N - 1)
             tensors = {
                 "reward": rewards.mean(),
                 "loss": loss.detach(),

@@ -1,6 +1,6 @@
 """quads_min: NVFP4 reinforcement learning for MoE models, small enough to read in one sitting.
 
-Reading order, as each file's last line says: train.py (one RL step, in order), rollout.py (the
+Reading order, as each docstring's end says: train.py (one RL step, in order), rollout.py (the
 engine), kernels.py (its GEMMs in Triton) at the root of the repository; here nvfp4.py (the format),
 model.py (the policy), qat.py (the trainer's side), modes.py (the table of modes), grpo.py and
 tasks.py (objective and task); checkpoint.py, runs.py and report.py hold the files: weights, a run's

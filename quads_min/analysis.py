@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from quads_min import grpo, nvfp4
+from quads_min import checkpoint, grpo, nvfp4
 from quads_min.model import ExpertLinear, MoETransformer
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
 from quads_min.qat import Operand, encode_activation, grouped_matmul, make_policy
@@ -67,7 +67,7 @@ class Tap:
             x_hat = Operand(main.planes(), main.global_scale)
             y = grouped_matmul(x_hat, linear.operand, routing, residual.planes())
             consumed = main.dequantize() + residual.dequantize()
-            lost = energy(x, live)
+            lost = energy(x.float() - main.dequantize(), live)
             self.residual[name].append((lost, lost * mask.unflatten(0, (len(lost), -1)).any(1)))
         else:
             consumed = encode_activation(x, a.activations).value()
@@ -97,9 +97,9 @@ def planted(linear: ExpertLinear) -> torch.Tensor:
     return linear.outliers != 1
 
 
-def energy(x: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
-    """What quantizing x (rows, K) loses per 16-block, over live rows: (K / 16,) fp32."""
-    lost = (x.float() - nvfp4.encode(x).dequantize()).square()
+def energy(residual: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
+    """Of a residual (rows, K) fp32, per 16-block, over live rows: (K / 16,) fp32."""
+    lost = residual.square()
     lost = lost if live is None else torch.where(live.unsqueeze(1), lost, 0.0)
     return lost.sum(0).unflatten(0, (-1, nvfp4.QBLOCK)).sum(1)
 
@@ -108,8 +108,8 @@ def remake(policy: MoETransformer, arithmetic: Arithmetic, gain: float | None = 
     """The same function in bf16, its experts in `arithmetic`, its planted channels of `gain`."""
     config = policy.config if gain is None else replace(policy.config, outlier_gain=gain)
     new = make_policy(config, arithmetic).to(policy.embed.device)
-    keep = {k: v for k, v in new.state_dict().items() if gain and k.endswith("outliers")}
-    new.load_state_dict(policy.state_dict() | keep)
+    weights = {"weights": policy.state_dict()}
+    checkpoint.load_weights(new, weights, Path("this policy"), outliers=gain is None)
     return new
 
 
@@ -139,8 +139,7 @@ class Study:
         read = torch.cat([self.prompts.to(trainer.embed.device), rollout.tokens[:, :-1]], 1)
         out = trainer(read, logits_from=self.task.prompt_len - 1)
         logprobs, _ = grpo.token_logprobs(out.logits, rollout.tokens, 1.0)
-        choice = torch.stack(out.choice, 1).unflatten(0, read.shape).movedim(2, 1)
-        return logprobs, choice, heard
+        return logprobs, out.choices(len(read)), heard
 
     def gap(self, rollout, logprobs: torch.Tensor) -> dict[str, float]:
         mask = grpo.token_mask(rollout.lengths, self.task.max_new_tokens)
@@ -154,15 +153,14 @@ class Study:
 
     def tokens_read(self, rollout, choice: torch.Tensor) -> torch.Tensor:
         """Prompt and completion, what follows EOS left out: (B, P + N - 1) bool."""
-        at = torch.arange(choice.shape[2], device=choice.device)
-        return at < self.task.prompt_len + rollout.lengths.unsqueeze(1) - 1
+        return grpo.token_mask(self.task.prompt_len - 1 + rollout.lengths, choice.shape[2])
 
     def layers(self, rollout, engine: Tap, choice: torch.Tensor, trainer: Tap) -> dict:
         """The errors of the module docstring, a list over layers each."""
         B, read = len(choice), self.tokens_read(rollout, choice)
         found = {"input": [], "output": [], "choice": []}
         for i, layer in enumerate(self.policy.layers):
-            agree = (rollout.choice[:, i].sort(-1).values == choice[:, i].sort(-1).values).all(-1)
+            agree = grpo.same_experts(rollout.choice[:, i], choice[:, i])
             own = ~planted(layer.gate_up)
             pairs = {
                 "input": [side.inputs(i, B)[read][:, own] for side in (engine, trainer)],
@@ -229,10 +227,9 @@ def measure(policy, task, make_engine: Callable, prompts: torch.Tensor, seed: in
     gain = policy.config.outlier_gain
     for g in sorted({gain, 1.0, 1 / gain}, reverse=True):
         other = remake(policy, Arithmetic(), g)
-        names = {"w4a16": "w4a16", "w16a4": "w16a4", "naive": "w4a4"}
         gaps = {
-            mode: study.gap_of(ARITHMETICS[name], Arithmetic(), policy=other)["gap_mean"]
-            for mode, name in names.items()
+            mode: study.gap_of(*(ARITHMETICS[a] for a in MODES[mode]), policy=other)["gap_mean"]
+            for mode in ("w4a16", "w16a4", "naive")
         }
         result["gains"].append({"gain": g} | gaps)
     return result

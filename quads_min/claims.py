@@ -18,6 +18,7 @@ from typing import NamedTuple
 from quads_min import analysis, report
 
 RESULTS = Path(__file__).parent / "results"
+ERRORS = "python rollout.py --errors --checkpoint quads_min/checkpoints/base.pt --prompts 512"
 SETS = ("base", "switches", "gain", "ratio")  # the folders of RESULTS that claims are made from
 
 
@@ -57,9 +58,9 @@ def c1(rows: dict, runs: list[dict]) -> Claim:
                  ours, "python train.py --mode bf16,naive --seeds 0,1,2,3,4", verdict)  # fmt: skip
 
 
-def excess(rows: dict, suffix: str = "", heavy: str = "w16a4", light: str = "w4a16"):
-    """loss(heavy) - 5 * loss(light), with its standard error (bf16 enters with weight -4)."""
-    base, a, b = (rows[k]["deployed"] for k in ("bf16", heavy + suffix, light + suffix))
+def excess(rows: dict) -> tuple[float, float]:
+    """loss(w16a4) - 5 * loss(w4a16), with its standard error (bf16 enters with weight -4)."""
+    base, a, b = (rows[k]["deployed"] for k in ("bf16", "w16a4", "w4a16"))
     se = (a[1] ** 2 + (5 * b[1]) ** 2 + (4 * base[1]) ** 2) ** 0.5
     return 5 * b[0] - a[0] - 4 * base[0], se
 
@@ -112,8 +113,7 @@ def c4(rows: dict, errors: dict) -> Claim:
     if all(v is None for v in cross.values()):
         verdict = "does not"
     return Claim("C4", "symmetric QAT has a larger layer-wise mismatch than weight-only QAT", ours,
-                 "python rollout.py --errors --checkpoint quads_min/checkpoints/base.pt --prompts "
-                 "512", verdict)  # fmt: skip
+                 ERRORS, verdict)  # fmt: skip
 
 
 def c5(rows: dict) -> Claim:
@@ -152,8 +152,7 @@ def c6(errors: dict) -> Claim:
         verdict = "holds" if all(largest) else "partly: mean and p99 fall throughout, the max not"
     return Claim("C6", "max gap at ratio 12.5/25/50/75/100 %: .923 .901 .854 .812 .759",
                  f"at {ratios} %, {'; '.join(ours)}",
-                 "python rollout.py --errors --checkpoint quads_min/checkpoints/base.pt --prompts "
-                 "512", verdict)  # fmt: skip
+                 ERRORS, verdict)  # fmt: skip
 
 
 def c7(rows: dict) -> Claim:

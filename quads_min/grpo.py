@@ -158,11 +158,16 @@ def gap_by_advantage(
     }
 
 
+def same_experts(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Choices (..., top_k) to (...) bool: equal as sets?"""
+    return (ours.sort(-1).values == theirs.sort(-1).values).all(-1)
+
+
 def choice_mismatch(ours: torch.Tensor, theirs: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """Share of (layer, token) pairs whose expert choice, as a set, differs.
 
     Args:
         ours, theirs: (B, L, T, top_k) int64. read: (B, T) bool, the tokens that count.
     """
-    differs = (ours.sort(-1).values != theirs.sort(-1).values).any(-1) & read.unsqueeze(1)
+    differs = ~same_experts(ours, theirs) & read.unsqueeze(1)
     return differs.sum() / (read.sum().clamp(min=1) * ours.shape[1])

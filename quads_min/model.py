@@ -193,6 +193,10 @@ class Output(NamedTuple):
     router_probs: list[torch.Tensor]  # per layer, (B * T, E) fp32
     hidden: torch.Tensor  # (B, T, D), the residual stream that the logits are made from
 
+    def choices(self, B: int) -> torch.Tensor:
+        """`choice` as one tensor: (B, L, T, top_k)."""
+        return torch.stack(self.choice, 1).unflatten(0, (B, -1)).movedim(2, 1)
+
 
 def matmul_bf16(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x @ w.T with bf16 operands and fp32 accumulation: bf16 products are exact in fp32."""

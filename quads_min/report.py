@@ -289,7 +289,7 @@ def collapse_table(runs: list[dict]) -> str:
         for fate, ms in ((", learned, then fell", [m for m in seen if "fallen" in m]),
                          ("", [m for m in seen if "fallen" not in m])):  # fmt: skip
             for moment in ms[0] if ms else ():
-                means = [_mean([{k: _mean(m[moment], k)} for m in ms], k) for k in measures]
+                means = [fmean(_mean(m[moment], k) for m in ms) for k in measures]
                 cells = " | ".join(f"{v:.3g}" for v in means)
                 lines.append(f"| {label}{fate} | {moment} | {len(ms)} | {cells} |")
     return "\n".join(lines)
@@ -301,8 +301,7 @@ PANELS = (  # title, events, key, factor
     ("mean |gap| per token, nats", "steps", "gap_mean", 1),
 )
 COLLAPSE_PANELS = (
-    ("pass@1 trainer's arithmetic, %", "evals", "trainer", 100),
-    ("mean |gap| per token, nats", "steps", "gap_mean", 1),
+    *PANELS[1:],
     ("gap mass, A < 0 and gap < 0", "steps", "mass_neg_neg", 1),
     ("gap mass, A > 0 and gap > 0", "steps", "mass_pos_pos", 1),
     ("entropy, nats", "steps", "entropy", 1),
