@@ -307,12 +307,15 @@ def one_gemm(policy: MoETransformer, inputs: list[torch.Tensor], drift: float) -
 
 
 def crossing(rows: list[dict], kind: str) -> float | None:
-    """The drift at which symmetric stops being better than asymmetric, between two rows."""
-    for a, b in pairwise(rows):
-        low, high = (row[kind][0] - row[kind][1] for row in (a, b))
-        if low < 0 <= high:
+    """The drift from which on symmetric is no better than asymmetric, between two rows; that of the
+    first row if it never is; None if it still is in the last."""
+    excess = [row[kind][0] - row[kind][1] for row in rows]
+    if excess[-1] < 0:
+        return None
+    for (a, low), (b, high) in reversed([*pairwise(zip(rows, excess, strict=True))]):
+        if low < 0:
             return a["drift"] + (b["drift"] - a["drift"]) * low / (low - high)
-    return None
+    return rows[0]["drift"]
 
 
 # ---- what is shown
