@@ -85,8 +85,8 @@ def test_the_excess_of_c2_and_its_error_by_hand():
     assert value == pytest.approx(0.30) and se == pytest.approx(0.005 * (1 + 25 + 16) ** 0.5)
 
 
-def run(mode, end=True, check=True, trainer="W nvfp4 / A bf16"):
-    config = {"mode": mode, "rollout": "W nvfp4 / A nvfp4", "trainer": trainer, "label": mode,
+def run(mode, end=True, check=True, trainer="W nvfp4 / A bf16", rollout="W nvfp4 / A nvfp4"):
+    config = {"mode": mode, "rollout": rollout, "trainer": trainer, "label": mode,
               "config": {"check_weights": check}, "seed": 0, "backend": "torch"}  # fmt: skip
     steps = [{"step": 30, "seconds": 1, "gap_mean": 1, "gap_p99": 1}]
     return {"config": config, "steps": steps, "evals": [{"deployed": 1, "trainer": 1}],
@@ -95,6 +95,7 @@ def run(mode, end=True, check=True, trainer="W nvfp4 / A bf16"):
 
 def test_c3_counts_checked_syncs_alone_and_fails_with_a_run_that_stopped():
     unchecked = [run("quads", check=False), run("naive", trainer="W bf16 / A bf16")]
+    unchecked.append(run("bf16", trainer="W bf16 / A bf16", rollout="W bf16 / A bf16"))
     assert "60 syncs of 2 runs" in claims.c3([run("quads"), run("qat"), *unchecked]).ours
     assert claims.c3([run("quads"), *unchecked]).verdict == "holds"
     assert claims.c3([run("quads"), run("qat", end=False)]).verdict == "does not"
