@@ -14,9 +14,8 @@ fp32 residual stream): the natural drift between two sides that would otherwise 
 
 As a script:
 
-    python rollout.py                                          prompts, completions, right or wrong
-    python rollout.py --eval CHECKPOINT --arithmetic bf16,w4a4,w4a4+rac      pass@1 in each of them
-
+    python rollout.py                       prompts, completions, right or wrong
+    python rollout.py --eval CHECKPOINT --arithmetic bf16,w4a4,w4a4+rac     pass@1 in each of them
     python rollout.py --errors              where the gap comes from: analysis.py on a checkpoint
     python rollout.py --self-check          do the Triton kernels compute what torch computes here?
 
@@ -28,7 +27,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +41,7 @@ from quads_min.qat import Operand, encode_activation, grouped_matmul
 from quads_min.tasks import ChainTask
 
 SHIPPED = Path(checkpoint.__file__).parent / "checkpoints"  # the warm-started policies
+TILES = {"least": 16, "most": 64}  # rows of an expert's tile, as the kernels want them
 
 
 class Rollout(NamedTuple):
@@ -53,7 +53,7 @@ class Rollout(NamedTuple):
     choice: torch.Tensor  # (B, L, P + N - 1, top_k) int64: the experts of every token that was read
 
 
-# ---- the torch backend: one class, the place where another backend plugs in
+# ---- the experts: a class for each backend
 
 
 class TorchExperts(ExpertLinear):
@@ -72,7 +72,7 @@ class TorchExperts(ExpertLinear):
         """Quantize and pack V (E, N, K), later times in place: CUDA graphs hold addresses."""
         v = v.detach().to(torch.bfloat16)
         if self.arithmetic.weights == "nvfp4":
-            stored = nvfp4.encode(v, outer="tensor").pack()
+            stored = nvfp4.encode(v, "tensor").pack()
             operand = Operand(nvfp4.unpack(stored).planes(), stored.global_scale)
         elif self.arithmetic.weights == "fp8":
             stored = nvfp4.encode_fp8(v)
@@ -102,14 +102,19 @@ class TorchExperts(ExpertLinear):
     def weights_seen(self) -> torch.Tensor:
         """What the GEMM multiplies, (E, N, K) fp32, read through it with the identity as input."""
         E, N, K = self.shape
-        eye = torch.eye(K, device=self.operand.plane.device).repeat(E, 1)  # (E * K, K)
-        expert = torch.arange(E, device=eye.device).repeat_interleave(K, output_size=E * K)
-        y = grouped_matmul(Operand(eye, None), self.operand, route(expert.unsqueeze(1), E))
+        one = torch.ones((), device=self.stored[0].device)
+        eye = torch.eye(K, device=one.device).repeat(E, 1).unflatten(1, (-1, nvfp4.QBLOCK))
+        eye = nvfp4.Encoded(eye, one.expand(eye.shape[:2]), one.expand(E * K, 1))
+        expert = torch.arange(E, device=one.device).repeat_interleave(K, output_size=E * K)
+        y = self.multiply(eye, route(expert.unsqueeze(1), E, **TILES))
         return y.view(E, K, N).mT
+
+    def multiply(self, x: nvfp4.Encoded, routing: Routing) -> torch.Tensor:
+        return grouped_matmul(Operand(x.planes(), x.global_scale), self.operand, routing)
 
 
 class TritonExperts(TorchExperts):
-    """W4A4, with or without RAC, in the kernels of kernels.py."""
+    """W4A4, with or without RAC by block, in the kernels of kernels.py."""
 
     def __init__(self, experts, n, k, outliers, arithmetic: Arithmetic, drift: float, native: bool):
         super().__init__(experts, n, k, outliers, arithmetic, drift)
@@ -127,149 +132,66 @@ class TritonExperts(TorchExperts):
             mine.copy_(tensor)
 
     def product(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
-        k, a = self.kernels, self.arithmetic
-        if not a.rac_ratio:
-            main = k.quantize(x, check=False)
-            return k.grouped_w4a4_gemm(main, self.stored, routing, native=self.native)
-        main, residual, mask = k.quantize_with_residual(
-            x, a.rac_ratio, a.rac_unit, rows=live, check=False
-        )
-        return k.grouped_w4a4_gemm(main, self.stored, routing, residual, mask, self.native)
+        k, ratio, mask = self.kernels, self.arithmetic.rac_ratio, None
+        if ratio:
+            x_hat, mask = k.quantize_with_residual(x, ratio, live, check=False)
+        else:
+            x_hat = k.quantize(x, check=False)
+        return k.w4a4_gemm(x_hat, self.stored, routing, mask, self.native)
 
-    def weights_seen(self) -> torch.Tensor:
-        E, N, K = self.shape
-        device = self.stored.packed.device
-        one = torch.ones((), device=device)
-        eye = torch.eye(K, device=device).repeat(E, 1).unflatten(1, (-1, nvfp4.QBLOCK))
-        x = nvfp4.Encoded(eye, one.expand(E * K, K // nvfp4.QBLOCK), one.expand(E * K, 1)).pack()
-        expert = torch.arange(E, device=device).repeat_interleave(K, output_size=E * K)
-        routing = self.kernels.route(expert.unsqueeze(1), E)
-        x = nvfp4.NVFP4Tensor(*(t.contiguous() for t in x))
-        y = self.kernels.grouped_w4a4_gemm(x, self.stored, routing, native=self.native)
-        return y.view(E, K, N).mT
+    def multiply(self, x: nvfp4.Encoded, routing: Routing) -> torch.Tensor:
+        packet = nvfp4.NVFP4Tensor(*(t.contiguous() for t in x.pack()))
+        return self.kernels.w4a4_gemm(packet, self.stored, routing, native=self.native)
 
 
 # ---- which of them runs
 
-BACKENDS = ("auto", "torch", "triton", "native", "emulated")
+BACKENDS = ("auto", "torch", "emulated", "native")
 
 
 class Backend(NamedTuple):
-    name: str  # torch | emulated | native
+    name: str  # "torch (emulated)", "triton (emulated)" or "triton (native)"
     reason: str
-
-    @property
-    def label(self) -> str:
-        return "torch (emulated)" if self.name == "torch" else f"triton ({self.name})"
-
-    def __str__(self) -> str:
-        return f"{self.label} backend, {self.reason}"
 
 
 def resolve_backend(backend: str, arithmetic: Arithmetic, device: torch.device | str) -> Backend:
     """What `backend` means for this arithmetic on this device.
 
-    "auto" is "triton" on CUDA and "torch" elsewhere; "triton" is "native" on a card with FP4 tensor
-    cores and "emulated" on others; "native" and "emulated" insist. Kernels that fail their
-    self-check are not used: torch takes over, and says so on stderr.
+    The kernels are W4A4: other arithmetics run in torch. "auto" takes them on CUDA, "native" on a
+    card with FP4 tensor cores and "emulated" on others; these two names insist. Kernels that fail
+    their self-check are not used: torch takes over, and says so on stderr.
     """
-    device = torch.device(device)
+    device, in_torch, obstacle = torch.device(device), partial(Backend, "torch (emulated)"), ""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch":
-        return Backend("torch", "asked for")
+        return in_torch("asked for")
     if (arithmetic.weights, arithmetic.activations) != ("nvfp4", "nvfp4"):
-        return Backend("torch", f"the Triton kernels are W4A4, these experts {arithmetic}")
+        return in_torch(f"the Triton kernels are W4A4, these experts {arithmetic}")
+    if arithmetic.rac_ratio and arithmetic.rac_unit != "block":
+        return in_torch("the Triton kernels compensate by block, not by channel")
     try:
         import kernels
+
+        if device.type != "cuda" and (backend == "auto" or not kernels.INTERPRETED):
+            obstacle = f"the Triton kernels need CUDA, this is {device}"
     except ImportError as e:
-        if backend != "auto":
-            raise ValueError(f"backend {backend} needs Triton: {e}; use --backend torch") from e
-        return Backend("torch", f"no Triton here ({e})")
-    if device.type != "cuda" and not (kernels.INTERPRETED and backend != "auto"):
-        if backend != "auto":
-            raise ValueError(
-                f"backend {backend} needs a CUDA device, got {device}; use --backend torch"
-            )
-        return Backend("torch", f"the Triton kernels need CUDA, this is {device}")
-    able, why = kernels.has_fp4(device)
+        obstacle = f"no Triton here ({e})"
+    if obstacle and backend == "auto":
+        return in_torch(obstacle)
+    if obstacle:
+        raise ValueError(f"backend {backend}: {obstacle}; use --backend torch")
+    able, card = kernels.has_fp4(device)
     if backend == "native" and not able:
-        raise ValueError(f"backend native: {why}; use --backend emulated")
-    name = "native" if able and backend != "emulated" else "emulated"
-    failed = [c for c in self_check(str(device), name == "native") if not c.passed]
-    if failed:
-        what = "; ".join(f"{c.kernel}: {c.found}" for c in failed)
-        reason = (
-            f"the {name} kernels FAILED their self-check ({what}) on {kernels.versions(device)}"
-        )
-        print(f"WARNING: {reason}. Falling back to torch.", file=sys.stderr, flush=True)
-        return Backend("torch", reason)
-    return Backend(name, "asked for" if backend == name else why)
-
-
-@cache
-def self_check(device: str, native: bool) -> list:
-    """kernels.self_check, once a process; a kernel that does not even run is a failed check."""
-    import kernels
-
-    try:
-        return kernels.self_check(device, native)
-    except Exception as e:  # compilers and drivers raise what they like, and any of it means: no
-        lines = str(e).strip().splitlines() or [""]
-        return [kernels.Check("launch", False, f"{type(e).__name__}: {lines[0]}")]
-
-
-def report_self_check(device: torch.device | str) -> bool:
-    """What an owner of a new card should run first, and paste into an issue. True if all passed."""
-    try:
-        import kernels
-    except ImportError as e:
-        raise ValueError(f"--self-check needs Triton: {e}") from e
-    if torch.device(device).type != "cuda" and not kernels.INTERPRETED:
-        raise ValueError(
-            f"--self-check needs a CUDA device, got {device}; on a CPU the kernels run in Triton's "
-            "interpreter: set TRITON_INTERPRET=1"
-        )
-    able, why = kernels.has_fp4(device)
-    print(f"{kernels.versions(device)}\nnative path: {'yes' if able else 'no'}, {why}")
-    paths = ["native", "emulated"] if able else ["emulated"]
-    passed = True
-    for path in paths:
-        for c in self_check(str(device), path == "native"):
-            print(f"{path:9} {c.kernel:24} {'ok' if c.passed else 'FAILED':7} {c.found}")
-            passed &= c.passed
-    if torch.device(device).type != "cuda" or not passed:
-        return passed
-    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    v = torch.randn(64, 512, 4096, device=device, dtype=torch.bfloat16)  # 75 MB in NVFP4
-    w, rows = kernels.quantize(v, "tensor"), torch.ones(16, dtype=torch.bool, device=device)
-    choice = torch.rand(16, 64, device=device).topk(8).indices
-    main, residual, mask = kernels.quantize_with_residual(x[:16], rows=rows)
-    routing = kernels.route(choice, 64)
-    stored = dict.fromkeys((False, True), w)
-    if able:
-        stored[True] = w._replace(scale=kernels.tile_scales(w.scale))
-    speeds = {
-        "quantize 4096 x 4096": lambda native: kernels.quantize(x, check=False),
-        "  with residual, mask": lambda native: kernels.quantize_with_residual(x, check=False),
-        "route 16 tokens, 64 experts": lambda native: kernels.route(choice, 64),
-        "grouped GEMM N=512 K=4096": lambda native: kernels.grouped_w4a4_gemm(
-            main, stored[native], routing, native=native
-        ),
-        "  with RAC": lambda native: kernels.grouped_w4a4_gemm(
-            main, stored[native], routing, residual, mask, native
-        ),
-    }
-    for path in paths:
-        for what, call in speeds.items():
-            us = kernels.microseconds([partial(call, path == "native")])
-            print(f"{path:9} {what:30} {us:8.1f} us")
-    if able:
-        a, b = (speeds["  with RAC"](native) for native in (True, False))
-        print(f"native and emulated: {(a == b).float().mean():.2%} of results have equal bits, "
-              f"largest difference {((a - b).abs().max() / b.abs().max()).item():.1e} of the "
-              "largest result")  # fmt: skip
-    return passed
+        raise ValueError(f"backend native: {card}; use --backend emulated")
+    path = "native" if able and backend != "emulated" else "emulated"
+    failed = [c for c in kernels.self_check(str(device), path == "native") if not c.passed]
+    if not failed:
+        return Backend(f"triton ({path})", "asked for" if backend == path else card)
+    what = "; ".join(f"{c.kernel}: {c.found}" for c in failed)
+    reason = f"the {path} kernels FAILED their self-check ({what}) on {card}"
+    print(f"WARNING: {reason}. Falling back to torch.", file=sys.stderr, flush=True)
+    return in_torch(reason)
 
 
 # ---- CUDA graphs: the toy is so small that launching kernels one by one takes most of the time
@@ -292,24 +214,21 @@ class Graphed:
             return self.fn(*inputs)
         shapes = tuple(t.shape for t in inputs)
         if shapes not in self.recorded:
-            self.recorded[shapes] = self.record(*(t.clone() for t in inputs))
+            graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            static = [t.clone() for t in inputs]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self.fn(*static)  # warm up: libraries allocate workspaces outside the graph
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                outputs = self.fn(*static)
+            self.recorded[shapes] = graph, static, outputs
         graph, static, outputs = self.recorded[shapes]
         for mine, new in zip(static, inputs, strict=True):
             mine.copy_(new)
         graph.replay()
         return tuple(t.clone() for t in outputs)
-
-    def record(self, *static: torch.Tensor) -> tuple:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.fn(*static)  # warm up: libraries allocate their workspaces outside the graph
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = self.fn(*static)
-        return graph, static, outputs
 
 
 # ---- the engine
@@ -326,29 +245,22 @@ class Engine:
     """
 
     def __init__(
-        self,
-        policy: MoETransformer,
-        arithmetic: Arithmetic,
-        backend: str = "auto",
+        self, policy: MoETransformer, arithmetic: Arithmetic, backend: str = "auto",
         drift: float = 0.0,
-    ):
+    ):  # fmt: skip
         self.policy, self.arithmetic = policy, arithmetic
         self.device = policy.embed.device
         self.backend = resolve_backend(backend, arithmetic, self.device)
         experts, router = partial(TorchExperts, arithmetic=arithmetic, drift=drift), route
-        if self.backend.name != "torch":
-            import kernels
-
-            native = self.backend.name == "native"
+        if self.backend.name.startswith("triton"):
+            native = self.backend.name == "triton (native)"
             experts = partial(TritonExperts, arithmetic=arithmetic, drift=drift, native=native)
-            router = kernels.route
+            router = partial(route, **TILES)
         self.model = MoETransformer(policy.config, experts, torch.bfloat16, router)
         self.model.to(self.device).requires_grad_(False)
-        for module in self.model.modules():
-            for name in ("embed", "head", "qkv", "out"):
-                if name in module._parameters:
-                    p = module._parameters[name]
-                    p.data = p.data.to(torch.bfloat16)
+        for name, p in self.model.named_parameters():
+            if name.endswith(("embed", "head", "qkv", "out")):
+                p.data = p.data.to(torch.bfloat16)
         self.experts = self.model.expert_linears()
         self.programs: dict[tuple, Graphed] = {}  # one per settings of `generate`
         self.copy_weights = Graphed(self._copy_weights)
@@ -387,16 +299,9 @@ class Engine:
         return sum(t.nbytes for e in self.experts.values() for t in e.stored)
 
     def generate(
-        self,
-        prompts: torch.Tensor,
-        max_new_tokens: int,
-        eos: int,
-        pad: int,
-        samples: int = 1,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-        eager: bool = False,
-    ) -> Rollout:
+        self, prompts: torch.Tensor, max_new_tokens: int, eos: int, pad: int, samples: int = 1,
+        temperature: float = 1.0, generator: torch.Generator | None = None, eager: bool = False,
+    ) -> Rollout:  # fmt: skip
         """Sample `samples` completions of each prompt; those of one prompt are neighbours.
 
         Args:
@@ -417,23 +322,21 @@ class Engine:
                 f"max_len={self.policy.config.max_len}; make the model's max_len larger"
             )
         uniforms = 1 - torch.rand(B, max_new_tokens, generator=generator)  # (0, 1]
+        inputs = prompts.to(self.device), uniforms.to(self.device)
         settings = (samples, eos, pad, temperature)
+        program = partial(self._generate, *settings)
         if eager:
-            return self._generate(*settings, prompts.to(self.device), uniforms.to(self.device))
-        if settings not in self.programs:
-            self.programs[settings] = Graphed(partial(self._generate, *settings))
-        return Rollout(*self.programs[settings](prompts.to(self.device), uniforms.to(self.device)))
+            return Rollout(*program(*inputs))
+        return Rollout(*self.programs.setdefault(settings, Graphed(program))(*inputs))
 
     @torch.no_grad()
-    def _generate(self, samples, eos, pad, temperature, prompts, uniforms) -> Rollout:
+    def _generate(self, samples, eos, pad, temperature, prompts, uniforms) -> tuple:
         (B, N), P = uniforms.shape, prompts.shape[1]
         cache = self.model.new_cache(prompts.shape[0])
         out = self.model(prompts, 0, cache, logits_from=P - 1)  # prefill
         repeat = partial(torch.repeat_interleave, repeats=samples, dim=0)
         cache = [Cache(*map(repeat, layer)) for layer in cache]
-        logits = repeat(out.logits)
-        choice = torch.stack(out.choice, 1).unflatten(0, prompts.shape)  # (prompts, P, L, k)
-        choices = [repeat(choice)]
+        logits, choices = repeat(out.logits), [repeat(out.choices(len(prompts)))]
         live = torch.ones(B, dtype=torch.bool, device=self.device)
         tokens, logprobs, lives = [], [], []
         for i in range(N):
@@ -441,8 +344,8 @@ class Engine:
                 read = tokens[-1].unsqueeze(1)  # (B, 1)
                 out = self.model(read, P + i - 1, cache, live=live.unsqueeze(1))
                 logits = out.logits
-                choices.append(torch.stack(out.choice, 1).unsqueeze(1))  # (B, 1, L, top_k)
-            cumulative = (logits[:, 0] / temperature).softmax(-1).cumsum(-1)  # (B, V)
+                choices.append(out.choices(B))  # (B, L, 1, top_k)
+            cumulative = (logits[:, 0] / temperature).softmax(-1).cumsum(-1)  # (B, vocab)
             token = (cumulative < uniforms[:, i : i + 1] * cumulative[:, -1:]).sum(-1)
             logprob, _ = token_logprobs(logits[:, 0], token, temperature)
             tokens.append(torch.where(live, token, pad))
@@ -450,21 +353,14 @@ class Engine:
             lives.append(live)
             live = live & (token != eos)
         lengths = torch.stack(lives, 1).sum(1)
-        return Rollout(
-            torch.stack(tokens, 1),
-            torch.stack(logprobs, 1),
-            lengths,
-            torch.cat(choices, 1).movedim(2, 1),
-        )
+        return torch.stack(tokens, 1), torch.stack(logprobs, 1), lengths, torch.cat(choices, 2)
 
 
 # ---- as a script
 
 
-def sample(
-    engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0
-) -> tuple[Rollout, torch.Tensor]:
-    """One completion of each prompt at temperature 1, and the rewards (B,) on the engine's device.
+def sample(engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0):
+    """A completion of each prompt at temperature 1, and the rewards (B,) on the engine's device.
 
     The noise depends on `seed` and prompt alone: common random numbers for all arithmetics.
     """
@@ -473,14 +369,11 @@ def sample(
     return out, task.rewards(prompts.to(out.tokens.device), out.tokens, out.lengths)
 
 
-def evaluate(
-    engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0
-) -> dict[str, float]:
+def evaluate(engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0) -> dict:
     """pass@1 of `sample`, and the share of right answers that skipped steps."""
     out, reward = sample(engine, task, prompts, seed)
     skipped = reward * (out.lengths < task.max_new_tokens)
-    pass_at_1, skipped = torch.stack([reward.mean(), skipped.mean()]).tolist()
-    return {"pass@1": pass_at_1, "skipped": skipped}
+    return {"pass@1": reward.mean().item(), "skipped": skipped.mean().item()}
 
 
 def held_out_prompts(task: ChainTask, count: int) -> torch.Tensor:
@@ -497,39 +390,30 @@ def check_device(device: str) -> None:
         raise ValueError(f"device {device}: torch sees no CUDA device; use --device cpu")
 
 
-def parse_arithmetics(names: str) -> dict[str, Arithmetic]:
-    if names == "all":
-        return ARITHMETICS
-    unknown = [n for n in names.split(",") if n not in ARITHMETICS]
-    if unknown:
-        known = ", ".join(ARITHMETICS)
-        raise ValueError(f"--arithmetic: unknown {', '.join(unknown)}; choose from {known}")
-    return {n: ARITHMETICS[n] for n in names.split(",")}
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """Flags of the script; argparse ends the program on bad ones."""
     parser = argparse.ArgumentParser(
         description="Generate from a checkpoint, or evaluate it in several arithmetics.",
         allow_abbrev=False,
-    )
-    parser.add_argument("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="the policy")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--eval", type=Path, nargs="+", metavar="CHECKPOINT", help="print their pass@1 instead"
-    )
-    what.add_argument("--errors", action="store_true", help="compare both sides, layer by layer")
-    what.add_argument("--self-check", action="store_true", help="test and time the kernels here")
-    parser.add_argument("--figure", type=Path, help="of --errors, a .png or .svg file")
-    parser.add_argument("--log", type=Path, help="append what --eval, --errors find, as JSON lines")
-    parser.add_argument(
-        "--arithmetic", default="w4a4+rac", help="all, or of " + ", ".join(ARITHMETICS)
-    )
-    parser.add_argument("--prompts", type=int, help="how many (default: 8, 256 or 1024)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
-    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="of W4A4 experts")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="the policy")
+    add("--eval", type=Path, nargs="+", metavar="CHECKPOINT", help="print their pass@1 instead")
+    add("--errors", action="store_true", help="compare both sides, layer by layer")
+    add("--self-check", action="store_true", help="test the Triton kernels on this device")
+    add("--figure", type=Path, help="of --errors, a .png or .svg file")
+    add("--log", type=Path, help="append what --eval, --errors find, as JSON lines")
+    add("--arithmetic", default="w4a4+rac", help="all, or of " + ", ".join(ARITHMETICS))
+    add("--prompts", type=int, help="how many (default: 8, 256 or 1024)")
+    add("--seed", type=int, default=0, help="of the sampling noise")
+    add("--backend", default="auto", choices=BACKENDS, help="of W4A4 experts")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
+    names = [*ARITHMETICS] if args.arithmetic == "all" else args.arithmetic.split(",")
+    if unknown := [n for n in names if n not in ARITHMETICS]:
+        known = ", ".join(ARITHMETICS)
+        raise ValueError(f"--arithmetic: unknown {', '.join(unknown)}; choose from {known}")
+    args.arithmetics = {n: ARITHMETICS[n] for n in names}
     if args.prompts is not None and args.prompts < 1:
         raise ValueError(f"--prompts must be 1 or more, got {args.prompts}")
     check_device(args.device)
@@ -540,59 +424,55 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def load(path: Path, device: str) -> tuple[MoETransformer, ChainTask]:
-    """A checkpoint's policy on `device`, its experts in bf16 (the engine's arithmetic counts)."""
-    policy, task = checkpoint.load_policy(path, Arithmetic())
-    if bad := policy.nonfinite():
-        raise ValueError(f"{path}: inf or NaN in {', '.join(bad)}")
-    return policy.to(device), task
-
-
-def show(args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace, path: Path, policy: MoETransformer, task: ChainTask) -> dict:
     """Print completions of held-out prompts in each arithmetic."""
-    policy, task = load(args.checkpoint, args.device)
     prompts = held_out_prompts(task, args.prompts or 8)
-    for arithmetic in parse_arithmetics(args.arithmetic).values():
+    for arithmetic in args.arithmetics.values():
         engine = Engine(policy, arithmetic, args.backend)
-        print(f"{args.checkpoint}, experts in {arithmetic}\n{engine.backend}")
+        print(f"{path}, experts in {arithmetic}\n{engine.backend.name}: {engine.backend.reason}")
         out, rewards = sample(engine, task, prompts, args.seed)
         for row, reward in enumerate(rewards.tolist()):
             completion = task.decode(out.tokens[row, : out.lengths[row]])
             print(f"{'right' if reward else 'wrong'}   {task.decode(prompts[row])} {completion}")
+    return {}
 
 
-def cross_evaluate(args: argparse.Namespace) -> None:
-    """pass@1 of each checkpoint in each arithmetic: a row of the cross table per checkpoint."""
-    count, arithmetics = args.prompts or 1024, parse_arithmetics(args.arithmetic)
-    for path in args.eval:
-        policy, task = load(path, args.device)
-        prompts, found = held_out_prompts(task, count), {}
-        for name, arithmetic in arithmetics.items():
-            engine = Engine(policy, arithmetic, args.backend)
-            found[name] = passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
-            error = 100 * (passed * (1 - passed) / count) ** 0.5
-            print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({path}, {arithmetic})")
-        note(args, path, count, {"pass@1": found})
+def cross_evaluate(args, path: Path, policy: MoETransformer, task: ChainTask) -> dict:
+    """pass@1 in each arithmetic: a row of the cross table."""
+    prompts, found = held_out_prompts(task, args.prompts or 1024), {}
+    for name, arithmetic in args.arithmetics.items():
+        engine = Engine(policy, arithmetic, args.backend)
+        found[name] = passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
+        error = 100 * (passed * (1 - passed) / len(prompts)) ** 0.5
+        print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({path}, {arithmetic})")
+    return {"prompts": len(prompts), "pass@1": found}
 
 
-def note(args: argparse.Namespace, path: Path, prompts: int, found: dict) -> None:
-    """Append to --log what was found for a checkpoint, and where."""
-    line = {"checkpoint": f"{path.parent.name}/{path.name}", "prompts": prompts, "seed": args.seed}
-    line |= runs.environment(torch.device(args.device)) | found
-    if args.log:
-        with args.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def compare(args: argparse.Namespace) -> None:
-    """analysis.py: both sides of every mode on one checkpoint."""
-    (policy, task), count = load(args.checkpoint, args.device), args.prompts or 256
-    prompts, engine = held_out_prompts(task, count), partial(Engine, backend="torch")
-    found = analysis.measure(policy, task, engine, prompts, args.seed)
-    note(args, args.checkpoint, count, {"errors": found})
-    print(f"{args.checkpoint}, {count} prompts\n\n{analysis.text(found)}")
+def compare(args, path: Path, policy: MoETransformer, task: ChainTask) -> dict:
+    """analysis.py: both sides of every mode."""
+    prompts = held_out_prompts(task, args.prompts or 256)
+    found = analysis.measure(policy, task, partial(Engine, backend="torch"), prompts, args.seed)
+    print(f"{path}, {len(prompts)} prompts\n\n{analysis.text(found)}")
     if args.figure:
         analysis.figure(found, args.figure)
+    return {"prompts": len(prompts), "errors": found}
+
+
+def report_self_check(device: str) -> bool:
+    """What an owner of a new card should run first, and paste into an issue. True if all passed."""
+    try:
+        import kernels
+    except ImportError as e:
+        raise ValueError(f"--self-check needs Triton: {e}") from e
+    if device.split(":")[0] != "cuda" and not kernels.INTERPRETED:
+        raise ValueError(f"--self-check needs CUDA, got {device}; or set TRITON_INTERPRET=1")
+    able, card = kernels.has_fp4(device)
+    print(card)
+    checks = [(path, c) for path in ["native"] * able + ["emulated"]
+              for c in kernels.self_check(device, path == "native")]  # fmt: skip
+    for path, c in checks:
+        print(f"{path:9} {c.kernel:18} {'ok' if c.passed else 'FAILED':7} {c.found}")
+    return all(c.passed for _, c in checks)
 
 
 def cli(argv: list[str]) -> int:
@@ -601,7 +481,19 @@ def cli(argv: list[str]) -> int:
         args = parse(argv)
         if args.self_check:
             return 0 if report_self_check(args.device) else 1
-        (cross_evaluate if args.eval else compare if args.errors else show)(args)
+        for path in args.eval or [args.checkpoint]:
+            policy, task = checkpoint.load_policy(
+                path, Arithmetic()
+            )  # the engine's arithmetic counts
+            if bad := policy.nonfinite():
+                raise ValueError(f"{path}: inf or NaN in {', '.join(bad)}")
+            act = cross_evaluate if args.eval else compare if args.errors else show
+            found = act(args, path, policy.to(args.device), task)
+            if args.log:
+                line = {"checkpoint": f"{path.parent.name}/{path.name}", "seed": args.seed}
+                line |= runs.environment(torch.device(args.device)) | found
+                with args.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
     except (ValueError, OSError) as e:
         print(f"rollout.py: error: {e}", file=sys.stderr)
         return 2

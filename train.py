@@ -3,20 +3,9 @@
     python train.py --mode quads                       one run: 2 minutes, on a GPU less
     python train.py --mode all --seeds 0,1,2 --jobs 2  every row of the table, two runs at a time
 
-Each mode is a pair of arithmetics for the routed experts' GEMMs (W weights, A activations):
-
-    mode     rollout engine      trainer            what the row shows
-    bf16     bf16 / bf16         bf16 / bf16        the baseline; its gap is the floor
-    fp8      fp8 / fp8           fp8 / fp8          the usual low-precision RL
-    naive    nvfp4 / nvfp4       bf16 / bf16        NVFP4 rollouts with nothing done about it
-    w4a16    nvfp4 / bf16        bf16 / bf16        weight error alone
-    w16a4    bf16 / nvfp4        bf16 / bf16        activation error alone
-    qat      nvfp4 / nvfp4       nvfp4 / bf16       the trainer's half of QUADS: asymmetric QAT
-    rac      nvfp4 / nvfp4+RAC   bf16 / bf16        the engine's half: residual compensation
-    sym      nvfp4 / nvfp4       nvfp4 / nvfp4      symmetric QAT
-    quads    nvfp4 / nvfp4+RAC   nvfp4 / bf16       both halves: the method
-
-What this loop leaves out, compared with the paper (arXiv 2607.15810), and why:
+A mode is a pair of arithmetics for the routed experts' GEMMs, one of the engine and one of the
+trainer: the table is in quads_min/modes.py. What this loop leaves out, compared with the paper
+(arXiv 2607.15810), and why:
 
 1. Its 25B MoE model, Megatron-LM and SGLang: a toy of 0.2M (tiny) or 1M (base) parameters, so
    that a run takes minutes and every mode can be run over seeds.
@@ -24,8 +13,7 @@ What this loop leaves out, compared with the paper (arXiv 2607.15810), and why:
    kernels.py can use such cores, but has met none yet.
 3. Natural activation outliers: planted (model.py), since a toy grows none.
 4. Asynchrony between engine and trainer: rollouts are always from the current weights.
-5. A learning-rate schedule, weight decay, a KL term, dropout: none, one thing less to tune per
-   mode.
+5. A learning-rate schedule, weight decay, a KL term, dropout: one thing less to tune per mode.
 
 Next: rollout.py.
 """
@@ -38,6 +26,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -49,15 +38,7 @@ from quads_min.model import ModelConfig, contaminated_blocks, plant_outliers
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
 from quads_min.qat import make_policy
 from quads_min.tasks import ChainTask
-from rollout import (
-    BACKENDS,
-    SHIPPED,
-    Engine,
-    Graphed,
-    check_device,
-    evaluate,
-    held_out_prompts,
-)
+from rollout import BACKENDS, SHIPPED, Engine, Graphed, check_device, evaluate, held_out_prompts
 
 
 def knob(default, help: str, **kwargs):
@@ -69,7 +50,7 @@ def knob(default, help: str, **kwargs):
 class Config:
     """Every knob of one run. A preset fills the fields that no flag sets."""
 
-    mode: str = knob("quads", "row of the table above, several with commas, or all")
+    mode: str = knob("quads", "row of quads_min/modes.py, several with commas, or all")
     seed: int = knob(0, "of prompts and sampling noise; --seeds 0,1,2 makes several runs")
     preset: str = knob("base", "tiny (a CPU, minutes) or base (a GPU)")
     steps: int = knob(1000, "RL steps: rollouts of prompts * group_size sequences each")
@@ -119,33 +100,28 @@ class Config:
     warm_noise: float = knob(0.1, "probability that a demonstrated result is replaced")
 
     def __post_init__(self):
-        for name, options in (("mode", MODES), ("preset", PRESETS), ("backend", BACKENDS)):
-            if getattr(self, name) not in options:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}"
-                )
-        if self.prompts < 1 or self.minibatches < 1 or self.prompts % self.minibatches:
+        for names, good, expected in (
+            ("mode", MODES.__contains__, f"one of {', '.join(MODES)}"),
+            ("preset", PRESETS.__contains__, f"one of {', '.join(PRESETS)}"),
+            ("backend", BACKENDS.__contains__, f"one of {', '.join(BACKENDS)}"),
+            ("out", bool, "the name of a folder"),
+            ("seed", range(2**62).__contains__, "in 0..2^62 - 1"),
+            ("group_size", lambda v: v >= 2, "2 or more: GRPO compares"),
+            ("lr temperature clip grad_clip correction_cap warm_lr", lambda v: 0 < v < inf,
+             "a positive number"),
+            ("steps checkpoint_every log_every eval_every eval_prompts layers prompts minibatches "
+             "warm_steps warm_batch", lambda v: v >= 1, "1 or more"),
+            ("engine_drift", lambda v: 0 <= v < inf, "0 or more"),
+            ("warm_noise", lambda v: 0 <= v <= 1, "a probability from 0 to 1"),
+        ):  # fmt: skip
+            for name in names.split():
+                if not good(getattr(self, name)):
+                    raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        if self.prompts % self.minibatches:
             raise ValueError(
-                f"prompts={self.prompts} must be a positive multiple of minibatches="
-                f"{self.minibatches}: a mini-batch holds whole groups"
+                f"prompts={self.prompts} must be a multiple of minibatches={self.minibatches}: "
+                "a mini-batch holds whole groups"
             )
-        if self.group_size < 2:
-            raise ValueError(f"group_size must be 2 or more (GRPO compares), got {self.group_size}")
-        for name in ("steps", "checkpoint_every", "log_every", "eval_every", "eval_prompts",
-                     "layers", "warm_steps", "warm_batch"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for name in ("lr", "temperature", "clip", "grad_clip", "correction_cap", "warm_lr"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
-        if not 0 <= self.engine_drift < float("inf"):
-            raise ValueError(f"engine_drift must be 0 or more, got {self.engine_drift}")
-        if not 0 <= self.warm_noise <= 1:
-            raise ValueError(f"warm_noise is a probability from 0 to 1, got {self.warm_noise}")
-        if not self.out:
-            raise ValueError("out must name a folder, got an empty name")
-        if not 0 <= self.seed < 2**62:
-            raise ValueError(f"seed must lie in 0..2^62 - 1, got {self.seed}")
         check_device(self.device)
         _ = self.task, self.model, self.arithmetics  # their own checks
 
@@ -155,11 +131,10 @@ class Config:
 
     @property
     def model(self) -> ModelConfig:
-        sizes = {
-            f.name: getattr(self, f.name) for f in fields(ModelConfig) if hasattr(self, f.name)
-        }
-        task = self.task
-        return ModelConfig(task.vocab, task.prompt_len + task.max_new_tokens, **sizes)
+        sizes = {f.name: getattr(self, f.name) for f in fields(ModelConfig)
+                 if hasattr(self, f.name)}  # fmt: skip
+        max_len = self.task.prompt_len + self.task.max_new_tokens
+        return ModelConfig(self.task.vocab, max_len, **sizes)
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, Arithmetic]:
@@ -203,10 +178,10 @@ def main(cfg: Config) -> dict:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    task, (rollout_arithmetic, trainer_arithmetic) = cfg.task, cfg.arithmetics
     run = Path(cfg.out) / f"{cfg.label}-s{cfg.seed}"
-    state = runs.find_checkpoint(run, asdict(cfg))
+    state = runs.find_checkpoint(run, asdict(cfg))  # None: a new run
 
+    task, (rollout_arithmetic, trainer_arithmetic) = cfg.task, cfg.arithmetics
     policy = make_policy(cfg.model, trainer_arithmetic).to(device)
     warm = Path(cfg.init) if cfg.init else SHIPPED / f"{cfg.preset}.pt"
     start_from = run / "checkpoint.pt" if state else warm
@@ -236,14 +211,13 @@ def main(cfg: Config) -> dict:
     @Graphed
     @torch.no_grad()
     def old_pass(read, tokens, replay):
-        """`trainer_pass`; choices (rows, L, P + N - 1, k); variance of the logits and mean square
-        of the residual stream before the head (rows, N); and, where both sides hold the same weight
-        format: are they the same?"""
+        """Log-probs, entropy, variance of the logits, mean square of the residual stream (rows, N);
+        choices (rows, L, P + N - 1, k); are the weights identical, where their format is?"""
         logprobs, entropy, out = trainer_pass(read, tokens, replay)
         spread, square = out.logits.var(-1, correction=0), out.hidden.square().mean(-1)
         identical = torch.ones(1, dtype=torch.bool, device=device)
         identical = identical & engine.multiplies_what(policy) if check_weights else identical
-        return logprobs, entropy, out.choices(len(read)), spread, square, identical
+        return logprobs, entropy, spread, square, out.choices(len(read)), identical
 
     @Graphed
     def gradient_pass(read, tokens, replay, old_logprobs, advantages, mask, weights):
@@ -260,9 +234,8 @@ def main(cfg: Config) -> dict:
     log = runs.Log(run / "log.jsonl", state)
     with log, runs.graceful_interrupt() as interrupted:
         describe(cfg, engine, log, done)
-        bar = tqdm(
-            range(done, cfg.steps), initial=done, total=cfg.steps, desc=cfg.label, disable=None
-        )
+        steps = range(done, cfg.steps)
+        bar = tqdm(steps, cfg.label, initial=done, total=cfg.steps, disable=None)
         for step in bar:
             began = time.perf_counter()
 
@@ -292,9 +265,8 @@ def main(cfg: Config) -> dict:
             size = len(read) // cfg.minibatches
             batches = [slice(i, i + size) for i in range(0, len(read), size)]
             old = [old_pass(read[b], rollout.tokens[b], replay[b]) for b in batches]
-            old_logprobs, entropy, choice, spread, square, identical = map(
-                torch.cat, zip(*old, strict=True)
-            )
+            old = map(torch.cat, zip(*old, strict=True))
+            old_logprobs, entropy, spread, square, choice, identical = old
             weights = grpo.importance_weights(
                 old_logprobs, rollout.logprobs, cfg.correction, cfg.correction_cap
             )
@@ -339,11 +311,8 @@ def main(cfg: Config) -> dict:
             tokens = round(metrics["length"] * len(read))
             if (step + 1) % cfg.log_every == 0:
                 log("step", step=step + 1, **metrics, tokens=tokens, seconds=seconds)
-            bar.set_postfix(
-                reward=f"{metrics['reward']:.3f}",
-                gap=f"{metrics['gap_mean']:.4f}",
-                tok_s=f"{tokens / seconds:.0f}",
-            )
+            bar.set_postfix_str("reward {reward:.3f}, gap {gap_mean:.4f}, ".format(**metrics)
+                                + f"{tokens / seconds:.0f} tokens/s")  # fmt: skip
             last = step + 1 == cfg.steps or interrupted()
             if (step + 1) % cfg.checkpoint_every == 0 or last:
                 runs.save(run, policy, task, optimizer, generators, log, asdict(cfg), step + 1)
@@ -364,19 +333,19 @@ def describe(cfg: Config, engine: Engine, log: runs.Log, done: int) -> None:
     if done:
         log("resume", step=done, **environment)
         return
+    hit, blocks = contaminated_blocks(plant_outliers(cfg.model))
     rollout, trainer = map(str, cfg.arithmetics)
-    contaminated = contaminated_blocks(plant_outliers(cfg.model))
+    name, reason = engine.backend
     log(
         "config", mode=cfg.mode, seed=cfg.seed, label=cfg.label, config=asdict(cfg),
         command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), **environment,
-        backend=engine.backend.label, backend_reason=engine.backend.reason, rollout=rollout,
-        trainer=trainer, weight_bytes=engine.weight_bytes,
-        contaminated_blocks=contaminated,
+        backend=name, backend_reason=reason, rollout=rollout, trainer=trainer,
+        weight_bytes=engine.weight_bytes, contaminated_blocks=[hit, blocks],
     )  # fmt: skip
     tqdm.write(
         f"{cfg.label}, seed {cfg.seed}: rollouts {rollout}, trainer {trainer}\n"
-        f"  {engine.backend}, on {environment['device']}; {engine.weight_bytes:,} bytes of expert "
-        f"weights; outliers in {contaminated[0]} of {contaminated[1]} blocks; log: {log.file.name}"
+        f"  {name} backend, {reason}, on {environment['device']}; {engine.weight_bytes:,} bytes of "
+        f"expert weights; outliers in {hit} of {blocks} blocks; log: {log.file.name}"
     )
 
 
@@ -454,53 +423,51 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--warm-start", action="store_true", help="make the base policy instead")
-    parser.add_argument("--seeds", default=None, help="several runs, such as 0,1,2")
+    parser.add_argument("--seeds", help="several runs, such as 0,1,2")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each its own process")
     for f in fields(Config):
-        flag, meta = "--" + f.name.replace("_", "-"), dict(f.metadata)
-        text = f"{meta.pop('help')} (default: {f.default})".replace("%", "%%")
+        options = {**f.metadata, "help": f"{f.metadata['help']} (default: {f.default})"}
         if f.type is bool:
-            meta |= {"action": argparse.BooleanOptionalAction}
-        else:
-            meta |= {"type": f.type, "metavar": f.name.upper()} if "choices" not in meta else {}
-        parser.add_argument(flag, default=None, help=text, **meta)
+            options["action"] = argparse.BooleanOptionalAction
+        elif "choices" not in options:
+            options |= {"type": f.type, "metavar": f.name.upper()}
+        parser.add_argument("--" + f.name.replace("_", "-"), default=None, **options)
     args = parser.parse_args(argv)
     if args.jobs < 1:
         raise ValueError(f"--jobs must be 1 or more, got {args.jobs}")
-    given = {k: v for k, v in vars(args).items() if v is not None}
-    own = {k: given.pop(k) for k in ("warm_start", "seeds", "jobs") if k in given}
-    given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
-    given.setdefault("preset", "base" if given["device"].startswith("cuda") else "tiny")
-    modes = given.get("mode", "quads")
-    if "seed" in given and own.get("seeds", str(given["seed"])) != str(given["seed"]):
+    if args.seeds and args.seed is not None and args.seeds != str(args.seed):
         raise ValueError("--seed and --seeds exclude each other; --seeds 0,1,2 makes several runs")
-    seeds = own.get("seeds", str(given.get("seed", 0)))
+    given = {f.name: getattr(args, f.name) for f in fields(Config)}
+    given = {name: value for name, value in given.items() if value is not None}
+    device = given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+    preset = given.setdefault("preset", "base" if device.startswith("cuda") else "tiny")
+    seeds = str(given.get("seed", 0)) if args.seeds is None else args.seeds
     if not all(s.strip().isdecimal() for s in seeds.split(",")):
         raise ValueError(f"--seeds takes whole numbers with commas between, got {seeds!r}")
-    preset = PRESETS.get(given["preset"], {})
+    modes = given.get("mode", "quads")
     modes = list(MODES) if modes == "all" else modes.split(",")
+    given = PRESETS.get(preset, {}) | given
     pairs = [(m, int(s)) for s in seeds.split(",") for m in modes]
-    return args, [Config(**{**preset, **given, "mode": m, "seed": s}) for m, s in pairs]
+    return args, [Config(**{**given, "mode": m, "seed": s}) for m, s in pairs]
 
 
 def run_all(args: argparse.Namespace, configs: list[Config], argv: list[str]) -> None:
     """Run the configs, --jobs at a time, and print each one's row."""
-    if len(configs) > 1 and args.jobs > 1:
-        threads = max(1, (os.cpu_count() or 1) // args.jobs)
-
-        def child(cfg: Config) -> int:
-            one = ["--mode", cfg.mode, "--seeds", str(cfg.seed), "--jobs", "1"]
-            env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-            return subprocess.run([sys.executable, __file__, *argv, *one], env=env).returncode
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            failed = sum(map(bool, pool.map(child, configs)))
-        if failed:
-            raise ValueError(f"{failed} of {len(configs)} runs failed; their messages are above")
+    if len(configs) == 1 or args.jobs == 1:
+        for cfg in configs:
+            summary = main(cfg)
+            print(report.header(), report.row(summary), sep="\n", flush=True)
         return
-    for cfg in configs:
-        summary = main(cfg)
-        print(report.header(), report.row(summary), sep="\n", flush=True)
+    env = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.jobs))}
+
+    def child(cfg: Config) -> int:
+        one = ["--mode", cfg.mode, "--seeds", str(cfg.seed), "--jobs", "1"]
+        return subprocess.run([sys.executable, __file__, *argv, *one], env=env).returncode
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        failed = sum(map(bool, pool.map(child, configs)))
+    if failed:
+        raise ValueError(f"{failed} of {len(configs)} runs failed; their messages are above")
 
 
 def cli(argv: list[str]) -> int:
@@ -513,9 +480,7 @@ def cli(argv: list[str]) -> int:
             run_all(args, configs, argv)
     except KeyboardInterrupt as e:
         at = f" after step {e.args[0]}" if e.args else ""
-        again = shlex.join(
-            ["python", "train.py", *argv, *(["--resume"] * ("--resume" not in argv))]
-        )
+        again = shlex.join(["python", "train.py", *argv, *["--resume"] * ("--resume" not in argv)])
         print(f"\ninterrupted{at}; continue with: {again}", file=sys.stderr)
         return 130
     except (ValueError, FloatingPointError, RuntimeError, OSError) as e:

@@ -117,12 +117,12 @@ class Routing(NamedTuple):
         return 1 if x.shape[0] == self.row_of_slot.numel() else self.top_k
 
 
-def route(choice: torch.Tensor, experts: int) -> Routing:
+def route(choice: torch.Tensor, experts: int, least: int = 8, most: int = 128) -> Routing:
     """Deal the slots of `choice` (T, top_k) int64 into one-expert tiles, by slot number."""
     expert = choice.flatten()  # (S,)
     S = expert.numel()
-    tile_rows = 8  # grows with S / E: padding stays small beside the slots, tiles stay few
-    while tile_rows < 128 and tile_rows * 4 * experts < S:
+    tile_rows = least  # grows with S / E: padding stays small beside the slots, tiles stay few
+    while tile_rows < most and tile_rows * 4 * experts < S:
         tile_rows *= 2
     tiles = max(1, -(-S // tile_rows) + min(experts, S))  # enough for any routing
     experts_column = torch.arange(experts, device=expert.device).unsqueeze(1)

@@ -113,12 +113,13 @@ def _encode_blocks(x: torch.Tensor, S: torch.Tensor) -> Encoded:
     return Encoded(torch.where(scale.unsqueeze(-1) == 0, 0.0, value), scale, g)
 
 
-def encode(x: torch.Tensor, outer: str = "row") -> Encoded:
-    """`quantize` without packing and without the device sync of its checks.
+def encode(x: torch.Tensor, outer: str = "row", name: str = "x") -> Encoded:
+    """`quantize` without packing, and without looking for inf or NaN, which costs a device sync.
 
     inf or NaN in a row makes that row's `global_scale` inf or NaN, so it reaches every output that
     the row feeds: it cannot hide behind a finite code.
     """
+    check_input(x, outer, name)
     x = x.float()
     return _encode_blocks(x, encode_scale(x, outer))
 
@@ -130,8 +131,6 @@ def quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> NVFP4Tenso
         x: (..., K) bf16, fp16 or fp32; K a positive multiple of 16. Not modified.
         outer: what shares a global scale: "row" the last dimension, "tensor" the last two.
         name: what error messages call x.
-    Returns:
-        NVFP4Tensor on x's device.
     Raises:
         ValueError: wrong dtype, shape or `outer`; inf or NaN in x (costs one device sync).
 
@@ -139,13 +138,12 @@ def quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> NVFP4Tenso
     >>> hex(q.packed[0, 0]), q.scale.item(), dequantize(q)[0, :2].tolist()
     ('0x72', 448.0, [1.0, 6.0])
     """
-    check_input("quantize", x, outer, name)
-    return check_finite("quantize", encode(x, outer), name).pack()
+    return check_finite(encode(x, outer, name), name).pack()
 
 
-def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """x^ = value(code) * (s_b * g), computed in fp32, then cast to `dtype`: (..., K)."""
-    return unpack(t).dequantize().to(dtype)
+def dequantize(t: NVFP4Tensor) -> torch.Tensor:
+    """x^ = value(code) * (s_b * g): (..., K) fp32."""
+    return unpack(t).dequantize()
 
 
 def unpack(t: NVFP4Tensor) -> Encoded:
@@ -155,12 +153,6 @@ def unpack(t: NVFP4Tensor) -> Encoded:
     v = torch.maximum(torch.maximum(c / 2, c - 2), 2 * c - 8)  # the lines of `pack`, inverted
     value = (v * (1 - 2 * (codes >= 8))).unflatten(-1, (-1, QBLOCK))
     return Encoded(value, t.scale.float(), t.global_scale)
-
-
-def fake_quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> torch.Tensor:
-    """dequantize(quantize(x)) in one go: (..., K) fp32. No gradient: that is qat.py's business."""
-    check_input("fake_quantize", x, outer, name)
-    return check_finite("fake_quantize", encode(x, outer), name).dequantize()
 
 
 # ---- the residual split (RAC)
@@ -189,80 +181,60 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
     return x[0]
 
 
+def choose_groups(energy: torch.Tensor, ratio: float) -> torch.Tensor:
+    """The groups of highest energy (groups,) fp32, as many as `ratio` keeps: (groups,) bool.
+
+    Ties go to the lower index.
+    """
+    order = energy.sort(descending=True, stable=True).indices
+    keep = order[: selected_groups(energy.numel(), ratio)]
+    return torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, keep, True)
+
+
 def choose_channels(
     residual: torch.Tensor, ratio: float, unit: str, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The channel mask of RAC: the groups that hold most residual energy over the live rows.
+    """The channel mask of RAC (K,) bool: the groups with most energy in `residual` (M, K) fp32.
 
-    Args:
-        residual: (M, K) fp32, x - x^.
-        ratio: share of the groups to keep, 0 to 1.
-        unit: a group is a 16-block ("block") or a channel ("channel").
-        rows: (M,) bool, which rows are live; None: all.
-    Returns:
-        (K,) bool. Ties go to the lower index.
+    A group is a 16-block (unit="block") or a channel ("channel"). Energy is summed over the live
+    `rows` (M,) bool, None: all.
     """
     energy = residual.square()
     if rows is not None:
         energy = torch.where(rows.unsqueeze(-1), energy, 0.0)
     width = QBLOCK if unit == "block" else 1
     energy = energy.unflatten(-1, (-1, width)).movedim(-1, 0)  # (width, M, K / width)
-    energy = tree_sum(tree_sum(energy))  # over a row's group, then over rows: (K / width,) fp32
-    keep = selected_groups(energy.numel(), ratio)
-    order = energy.sort(descending=True, stable=True).indices
-    mask = torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, order[:keep], True)
-    return mask.repeat_interleave(width, output_size=energy.numel() * width)
+    mask = choose_groups(tree_sum(tree_sum(energy)), ratio)  # over a row's group, then over rows
+    return mask.repeat_interleave(width, output_size=residual.shape[-1])
 
 
 def encode_with_residual(
-    x: torch.Tensor,
-    ratio: float = 0.5,
-    unit: str = "block",
-    outer: str = "row",
-    rows: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-) -> tuple[Encoded, Encoded, torch.Tensor]:
-    """`quantize_with_residual` without packing and without the device sync of its checks."""
-    x = x.float()
-    S = encode_scale(x, outer)
-    main = _encode_blocks(x, S)
-    residual = x - main.dequantize()
-    if mask is None:
-        flat_rows = None if rows is None else rows.flatten()
-        mask = choose_channels(residual.reshape(-1, x.shape[-1]), ratio, unit, flat_rows)
-    return main, _encode_blocks(torch.where(mask, residual, 0.0), S), mask
-
-
-def quantize_with_residual(
-    x: torch.Tensor,
-    ratio: float = 0.5,
-    unit: str = "block",
-    outer: str = "row",
-    rows: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    name: str = "x",
-) -> tuple[NVFP4Tensor, NVFP4Tensor, torch.Tensor]:
-    """Quantize x, then quantize what that lost in the worst channels, under the same global scale.
+    x: torch.Tensor, ratio: float = 0.5, unit: str = "block",
+    rows: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+) -> tuple[Encoded, Encoded, torch.Tensor]:  # fmt: skip
+    """Encode x, then what that lost in the worst channels, under the same global scale.
 
         r = x - x^,   r^ = DQ(Q(r * m)) with x's own g and new block scales,   x ~ x^ + r^
 
     Args:
-        x: (..., K) bf16, fp16 or fp32; K a positive multiple of 16.
+        x: (..., K), as in `quantize`; a row has its own global scale.
         ratio: share of the groups that m keeps, 0 to 1: max(1, floor(ratio * groups + 0.5)).
         unit: "block" (16 channels share their fate, as they share a scale) or "channel".
-        outer: as in `quantize`.
         rows: x.shape[:-1] bool: the rows whose residual counts in choosing m; None: all.
         mask: (K,) bool: use this m and choose nothing.
     Returns:
-        (main, residual, m): the main packet is exactly `quantize(x)`.
+        main packet (exactly `encode(x)`), residual packet, m (K,) bool.
     Raises:
-        ValueError: as `quantize`; a ratio, unit, rows or mask outside the above.
+        ValueError: as `encode`; a ratio, unit, rows or mask outside the above.
     Source: QUADS (arXiv 2607.15810), residual activation compensation.
     """
-    where = "quantize_with_residual"
-    check_split(where, x, outer, name, ratio, unit, rows, mask)
-    main, residual, mask = encode_with_residual(x, ratio, unit, outer, rows, mask)
-    return check_finite(where, main, name).pack(), residual.pack(), mask
+    check_split(x, ratio, unit, rows, mask)
+    main, x = encode(x), x.float()
+    residual = x - main.dequantize()
+    if mask is None:
+        flat_rows = None if rows is None else rows.flatten()
+        mask = choose_channels(residual.reshape(-1, x.shape[-1]), ratio, unit, flat_rows)
+    return main, _encode_blocks(torch.where(mask, residual, 0.0), encode_scale(x, "row")), mask
 
 
 # ---- fp8, for the mode that NVFP4 is compared with
@@ -271,10 +243,8 @@ def quantize_with_residual(
 def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 with one scale a row: x ~ plane * scale, scale = amax / 448 (1 where that is 0).
 
-    Args:
-        x: (..., K) bf16, fp16 or fp32.
-    Returns:
-        plane (..., K) float8_e4m3fn, scale (..., 1) fp32. inf or NaN in a row makes its scale so.
+    x (..., K) bf16, fp16 or fp32 -> plane (..., K) float8_e4m3fn, scale (..., 1) fp32. inf or NaN
+    in a row makes its scale so.
     """
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
@@ -286,48 +256,37 @@ def encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- checks
 
 
-def check_input(where: str, x: torch.Tensor, outer: str, name: str) -> None:
+def check_input(x: torch.Tensor, outer: str, name: str) -> None:
     """ValueError unless x can be quantized, as far as dtype and shape tell."""
     if outer not in ("row", "tensor"):
-        raise ValueError(f"{where}: outer is 'row' or 'tensor', got {outer!r}")
+        raise ValueError(f"quantize: outer is 'row' or 'tensor', got {outer!r}")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"quantize: {name} must be bf16, fp16 or fp32, got {x.dtype}; cast it")
+    shape = tuple(x.shape)
+    if x.dim() < 1 + (outer == "tensor") or (outer == "tensor" and shape[-2] == 0):
+        raise ValueError(f"quantize: {name} of shape {shape} has no {outer} to share a scale")
+    if shape[-1] == 0 or shape[-1] % QBLOCK:
         raise ValueError(
-            f"{where}: {name} must be bf16, fp16 or fp32, got {x.dtype}; cast it first"
+            f"quantize: last dim K={shape[-1]} of {name} is not a positive multiple of {QBLOCK} "
+            f"(QBLOCK); pad to {max(1, -(-shape[-1] // QBLOCK)) * QBLOCK}"
         )
-    least = 1 if outer == "row" else 2
-    if x.dim() < least:
-        raise ValueError(
-            f"{where}: outer={outer!r} needs {least} dims or more, {name} is {tuple(x.shape)}"
-        )
-    K = x.shape[-1]
-    if K == 0 or K % QBLOCK:
-        raise ValueError(
-            f"{where}: last dim K={K} of {name} is not a positive multiple of {QBLOCK} (QBLOCK); "
-            f"pad to {max(1, -(-K // QBLOCK)) * QBLOCK}"
-        )
-    if outer == "tensor" and x.shape[-2] == 0:
-        raise ValueError(f"{where}: {name} of shape {tuple(x.shape)} has no rows to share a scale")
 
 
-def check_finite(where: str, encoded: T, name: str) -> T:
-    """ValueError if a global scale tells of inf or NaN; else `encoded`. Costs a device sync."""
-    if not torch.isfinite(encoded.global_scale).all():
-        raise ValueError(f"{where}: {name} holds inf or NaN; NVFP4 has neither, so find its source")
-    return encoded
+def check_finite(t: T, name: str) -> T:
+    """ValueError if a global scale tells of inf or NaN; else `t`. Costs a device sync."""
+    if not torch.isfinite(t.global_scale).all():
+        raise ValueError(f"quantize: {name} holds inf or NaN; NVFP4 has neither, find its source")
+    return t
 
 
-def check_split(
-    where: str, x: torch.Tensor, outer: str, name: str, ratio: float, unit: str,
-    rows: torch.Tensor | None, mask: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """ValueError unless these are arguments of `quantize_with_residual`."""
-    check_input(where, x, outer, name)
+def check_split(x: torch.Tensor, ratio: float, unit: str, rows, mask) -> None:
+    """ValueError unless these are arguments of `encode_with_residual`."""
     if not 0 <= ratio <= 1:
-        raise ValueError(f"{where}: ratio is a share from 0 to 1, got {ratio}")
+        raise ValueError(f"RAC: ratio is a share from 0 to 1, got {ratio}")
     if unit not in ("block", "channel"):
-        raise ValueError(f"{where}: unit is 'block' or 'channel', got {unit!r}")
+        raise ValueError(f"RAC: unit is 'block' or 'channel', got {unit!r}")
     for what, t, shape in (("rows", rows, x.shape[:-1]), ("mask", mask, x.shape[-1:])):
         if t is not None and (t.dtype != torch.bool or t.shape != shape):
             raise ValueError(
-                f"{where}: {what} must be bool {tuple(shape)}, got {t.dtype} {tuple(t.shape)}"
+                f"RAC: {what} must be bool {tuple(shape)}, got {t.dtype} {tuple(t.shape)}"
             )

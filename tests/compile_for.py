@@ -14,16 +14,9 @@ class NoGPU:
     """All that the JIT asks of a driver before it launches."""
 
     def __init__(self, target):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
 
 
 def describe(compiled, constants, note):
@@ -45,6 +38,7 @@ def main(arch):
     from triton.runtime.jit import JITFunction
 
     import kernels
+    from quads_min.model import route
     from quads_min.nvfp4 import NVFP4Tensor
 
     if kernels.INTERPRETED:
@@ -65,27 +59,26 @@ def main(arch):
     JITFunction.run = compile_only
     kernels._check_device = lambda *args: None  # CPU tensors will do
 
-    def packets(*shape, scales):  # nobody reads them
-        packed = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
+    def packed(*shape, scales):  # nobody reads them
+        codes = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
         scale = torch.zeros(*shape[:-1], shape[-1] // 16, dtype=torch.float8_e4m3fn)
-        return NVFP4Tensor(packed, scale, torch.ones(scales))
+        return NVFP4Tensor(codes, scale, torch.ones(scales))
 
-    # one launch of each kernel but the GEMMs; 16 rows, so that there are energies to add up
     x = torch.zeros(16, 512, dtype=torch.bfloat16)
     kernels.quantize(x, check=False)
     kernels.quantize(x, "tensor", check=False)
     kernels.quantize_with_residual(x, check=False)
 
-    # even and ragged sizes; 160 tokens fill tiles of 64 and sum the parts of K = 512 in turn, 16
-    # tokens tiles of 16, the parts side by side
+    # even and ragged sizes; 160 tokens fill tiles of 64 and sum the splits of K = 512 in turn, 16
+    # tokens tiles of 16, the splits side by side
     sizes = [(16, 256, 512), (160, 200, 208), (16, 200, 208), (160, 256, 512)]
     for T, N, K in sizes if native else sizes[:2]:
-        routing = kernels.route(torch.zeros(T, 2, dtype=torch.int64), experts=2)
-        x, r, keep = *(packets(T, K, scales=T) for _ in "xr"), torch.ones(K, dtype=torch.bool)
-        w, experts = packets(N, K, scales=1), packets(2, N, K, scales=2)
-        for rac in ((), (r, keep)):
-            kernels.w4a4_gemm(x, w, *rac, native=native)
-            kernels.grouped_w4a4_gemm(x, experts, routing, *rac, native=native)
+        routing = route(torch.zeros(T, 2, dtype=torch.int64), 2, least=16, most=64)
+        w, experts = packed(N, K, scales=(1, 1)), packed(2, N, K, scales=(2, 1, 1))
+        for mask in (None, torch.ones(K // 16, dtype=torch.bool)):
+            x = packed(*(() if mask is None else (2,)), T, K, scales=(T, 1))
+            kernels.w4a4_gemm(x, w, None, mask, native)
+            kernels.w4a4_gemm(x, experts, routing, mask, native)
 
     # two launches that the tests must be able to tell from the right ones
     args, options = gemms[0]

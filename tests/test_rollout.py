@@ -8,8 +8,6 @@ from quads_min import checkpoint, grpo, nvfp4
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
 from rollout import SHIPPED, Engine, evaluate, held_out_prompts
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def tiny(arithmetic="bf16", trainer="bf16", device="cpu"):
     policy, task = checkpoint.load_policy(SHIPPED / "tiny.pt", ARITHMETICS[trainer])
@@ -17,50 +15,47 @@ def tiny(arithmetic="bf16", trainer="bf16", device="cpu"):
     return policy, task, Engine(policy, ARITHMETICS[arithmetic])
 
 
-def generate(engine, task, count=12, samples=4, seed=0, temperature=1.0):
-    prompts = held_out_prompts(task, count)
-    noise = torch.Generator().manual_seed(seed)
-    out = engine.generate(
-        prompts, task.max_new_tokens, task.eos, task.pad, samples, temperature, noise
-    )
+def generate(engine, task, count=12, samples=4, seed=0, temperature=1.0, eager=False):
+    """Prompts, a row per completion, and the rollout."""
+    prompts, noise = held_out_prompts(task, count), torch.Generator().manual_seed(seed)
+    out = engine.generate(prompts, task.max_new_tokens, task.eos, task.pad, samples, temperature,
+                          noise, eager)  # fmt: skip
     return prompts.repeat_interleave(samples, 0).to(out.tokens.device), out
 
 
+def read(model, task, prompts, out, temperature=1.0):
+    """Log-probs of the sampled tokens when `model` reads the finished sequences at once."""
+    tokens = torch.cat([prompts, out.tokens[:, :-1]], 1)
+    with torch.no_grad():
+        logits = model(tokens, logits_from=task.prompt_len - 1).logits
+    return grpo.token_logprobs(logits, out.tokens, temperature)[0]
+
+
 def gap(mode, device="cpu"):
-    """Measures of old_logprobs - rollout_logprobs for the shipped policy in a mode's two sides."""
+    """Mean |old_logprobs - rollout_logprobs| of the shipped policy in a mode's two sides."""
     policy, task, engine = tiny(*MODES[mode], device=device)
     prompts, out = generate(engine, task, count=32, samples=8)
-    read = torch.cat([prompts, out.tokens[:, :-1]], 1)
-    with torch.no_grad():
-        logits = policy(read, logits_from=task.prompt_len - 1).logits
-    old, _ = grpo.token_logprobs(logits, out.tokens, 1.0)
     mask = grpo.token_mask(out.lengths, task.max_new_tokens)
-    return {k: v.item() for k, v in grpo.mismatch(out.logprobs, old, mask).items()}
+    old = read(policy, task, prompts, out)
+    return grpo.mismatch(out.logprobs, old, mask)["gap_mean"].item()
 
 
 def test_quads_mismatch_is_below_naive():
-    """The claim of the method, at step 0: both halves shrink the gap, bf16 is its floor."""
-    gaps = {mode: gap(mode)["gap_mean"] for mode in ("bf16", "w4a16", "quads", "rac", "naive")}
-    assert gaps["bf16"] < gaps["quads"] < gaps["rac"] < gaps["naive"], gaps
-    assert gaps["quads"] < gaps["naive"] / 2, gaps
-
-
-def test_bf16_engine_and_trainer_logprobs_agree():
-    """The sides differ by the rounding of the residual stream to bf16, 2 adds a layer: each moves
-    an activation by 2^-9 of its value at most. Three layers of it average far below 0.02."""
-    assert 0 < gap("bf16")["gap_mean"] < 0.02
+    """The claim of the method, at step 0: both halves shrink the gap, bf16 is its floor. Its sides
+    differ by the rounding of the residual stream to bf16, 2 adds a layer: each moves an activation
+    by 2^-9 of its value at most. Three layers of it average far below 0.02."""
+    gaps = {mode: gap(mode) for mode in ("bf16", "quads", "rac", "naive")}
+    assert 0 < gaps["bf16"] < gaps["quads"] < gaps["rac"] < gaps["naive"], gaps
+    assert gaps["bf16"] < 0.02 and gaps["quads"] < gaps["naive"] / 2, gaps
 
 
 @pytest.mark.parametrize("name", ARITHMETICS)
 def test_logprobs_are_those_of_the_sampled_tokens(name):
-    """Reading the finished sequences at once gives the log-probs that decoding reported. Only the
-    order of fp32 sums differs, and where RAC is on its mask, so medians are compared."""
+    """Only the order of fp32 sums differs between decoding and reading at once, and where RAC is on
+    its mask, so medians are compared."""
     _, task, engine = tiny(name)
     prompts, out = generate(engine, task, temperature=0.7)
-    read = torch.cat([prompts, out.tokens[:, :-1]], 1)
-    with torch.no_grad():
-        logits = engine.model(read, logits_from=task.prompt_len - 1).logits
-    again, _ = grpo.token_logprobs(logits, out.tokens, 0.7)
+    again = read(engine.model, task, prompts, out, 0.7)
     mask = grpo.token_mask(out.lengths, task.max_new_tokens)
     assert (again - out.logprobs)[mask].abs().median() < (1e-2 if "rac" in name else 1e-5)
 
@@ -75,14 +70,7 @@ def test_lengths_count_tokens_up_to_the_first_eos_and_the_rest_is_padding():
         assert tokens[length:] == [task.pad] * (task.max_new_tokens - length)
 
 
-def test_equal_noise_gives_equal_rollouts_and_other_noise_does_not():
-    _, task, engine = tiny()
-    (_, a), (_, b), (_, c) = (generate(engine, task, seed=s) for s in (0, 0, 1))
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert not torch.equal(a.tokens, c.tokens)
-
-
-def test_sampling_follows_the_policy():
+def test_sampling_follows_the_policy_and_the_noise_alone():
     """4,096 samples of one prompt: the frequency of each first token is within 5 sigma of its p."""
     _, task, engine = tiny()
     prompts, out = generate(engine, task, count=1, samples=4096, temperature=1.5)
@@ -91,6 +79,9 @@ def test_sampling_follows_the_policy():
     p = (logits / 1.5).softmax(-1)
     seen = torch.bincount(out.tokens[:, 0], minlength=task.vocab) / 4096
     assert ((seen - p).abs() <= 5 * (p * (1 - p) / 4096).sqrt() + 1e-6).all()
+    (_, a), (_, b), (_, c) = (generate(engine, task, seed=s) for s in (0, 0, 1))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a.tokens, c.tokens)
 
 
 def test_sharing_the_prefill_changes_no_token():
@@ -120,38 +111,32 @@ def test_rac_chooses_its_mask_over_running_sequences_alone(monkeypatch):
     assert seen == want and live < 64
 
 
-def test_both_expert_gemm_inputs_are_quantized(monkeypatch):
-    """A run that skips one is not W4A4. Their planes equal those of a requantized plane * scale."""
+def test_both_expert_gemm_inputs_lie_on_the_fp4_grid(monkeypatch):
+    """A run that skips one is not W4A4."""
     inputs, original = [], rollout.grouped_matmul
 
     def spy(x, w, routing, residual=None):
-        inputs.append((x, w))
+        inputs.append(x.plane.unflatten(-1, (-1, 16)).abs())
         return original(x, w, routing, residual)
 
     _, task, engine = tiny("w4a4")
     monkeypatch.setattr(rollout, "grouped_matmul", spy)
     generate(engine, task, count=4)
     assert len(inputs) == 2 * engine.model.config.layers * task.max_new_tokens
-    for x, _ in inputs:
-        blocks = x.plane.unflatten(-1, (-1, 16)).abs()
+    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = (steps.unsqueeze(1) / steps[1:]).flatten()  # any code over the block's largest code
+    for blocks in inputs:
         levels = blocks / blocks.amax(-1, keepdim=True).clamp(min=1e-30)
-        steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        grid = (steps.unsqueeze(1) / steps[1:]).flatten()  # any code over the block's largest code
         assert (levels.unsqueeze(-1) - grid).abs().amin(-1).max() < 1e-6
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("w4a4", 4.5), ("fp8", 8)])
-def test_weight_bytes_are_those_of_the_format(name, bits):
-    _, _, engine = tiny(name)
+def test_the_engine_holds_the_bytes_of_its_format_and_leaves_the_policy_alone(name, bits):
+    policy, task, engine = tiny(name)
+    before = {k: v.clone() for k, v in policy.state_dict().items()}
     values = sum(e.shape[0] * e.shape[1] * e.shape[2] for e in engine.experts.values())
     assert values * bits / 8 <= engine.weight_bytes < values * bits / 8 * 1.07  # and outer scales
-
-
-def test_the_engine_never_changes_the_policy():
-    policy, task, engine = tiny("w4a4+rac", "w4a16")
-    before = {k: v.clone() for k, v in policy.state_dict().items()}
     generate(engine, task)
-    engine.sync()
     assert all(torch.equal(v, before[k]) for k, v in policy.state_dict().items())
 
 
@@ -163,8 +148,9 @@ def test_drift_widens_the_gap_and_zero_drift_changes_nothing():
     assert not torch.equal(plain.logprobs, outs[1].logprobs)
 
 
-def test_bad_requests_are_refused():
+def test_the_shipped_policy_knows_the_task_and_bad_requests_are_refused():
     policy, task, engine = tiny()
+    assert 0.4 < evaluate(engine, task, held_out_prompts(task, 512))["pass@1"] < 0.7
     prompts = held_out_prompts(task, 2)
     with pytest.raises(ValueError, match="temperature must be above 0"):
         engine.generate(prompts, 2, task.eos, task.pad, temperature=0.0)
@@ -172,15 +158,6 @@ def test_bad_requests_are_refused():
         engine.generate(prompts, 20, task.eos, task.pad)
     with pytest.raises(ValueError, match="backend must be one of auto, torch"):
         Engine(policy, Arithmetic(), backend="cuda")
-
-
-def test_held_out_accuracy_of_the_shipped_policy_is_in_the_warm_start_range():
-    """What RL starts from: it knows the task, samples badly."""
-    _, task, engine = tiny()
-    assert 0.4 < evaluate(engine, task, held_out_prompts(task, 512))["pass@1"] < 0.7
-
-
-# ---- on the device
 
 
 @pytest.mark.gpu
@@ -193,12 +170,7 @@ def test_replayed_graph_equals_eager_after_new_inputs_and_a_sync(name):
         for p in policy.parameters():
             p.mul_(1.01)
     engine.sync()
-    prompts, replayed = generate(engine, task, seed=2)
-    uniforms = 1 - torch.rand(
-        len(prompts), task.max_new_tokens, generator=torch.Generator().manual_seed(2)
-    )
-    settings = (4, task.eos, task.pad, 1.0)
-    eager = engine._generate(*settings, prompts[::4], uniforms.cuda())
+    replayed, eager = (generate(engine, task, seed=2, eager=e)[1] for e in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
 
 
@@ -206,5 +178,5 @@ def test_replayed_graph_equals_eager_after_new_inputs_and_a_sync(name):
 @pytest.mark.parametrize("mode", ["bf16", "naive", "quads", "fp8"])
 def test_gaps_on_the_gpu_are_those_of_the_cpu(mode):
     """Same numbers up to the order of fp32 sums, which flips single roundings: within a third."""
-    here, there = gap(mode)["gap_mean"], gap(mode, "cuda")["gap_mean"]
+    here, there = gap(mode), gap(mode, "cuda")
     assert abs(here - there) < here / 3
