@@ -233,30 +233,18 @@ def quantize_kernel(
 # then the splits of K. None of it depends on the number of rows, so a row's result does not either.
 
 
+def _two_bytes(select: str, odd: int, even: int, scale: int) -> str:
+    """PTX: two of the bytes in $4, to the tops of two halves, then as fp16 numbers times $scale."""
+    nibbles = """shr.u32 v, c, 3; and.b32 v, v, 0x0E000E00;  // exponent and mantissa into place
+                 lop3.b32 v, c, 0x80008000, v, 0xEA;         // and the sign: (c & mask) | v
+              """
+    return f"""prmt.b32 c, $4, 0, {select}; {nibbles} mul.f16x2 ${odd}, v, ${scale};
+               shl.b32 c, c, 4; {nibbles} mul.f16x2 ${even}, v, ${scale};
+            """
+
+
 _DECODE = tl.constexpr(  # four bytes, and the scale of each: four even and four odd fp16 numbers
-    """{
-    .reg .b32 c, v;
-    prmt.b32 c, $4, 0, 0x1404;                 // bytes 0 and 1 to the tops of two halves
-    shr.u32 v, c, 3;                           // exponent and mantissa into place ...
-    and.b32 v, v, 0x0E000E00;
-    lop3.b32 v, c, 0x80008000, v, 0xEA;        // ... and the sign: v = (c & mask) | v
-    mul.f16x2 $2, v, $5;
-    shl.b32 c, c, 4;                           // the low nibbles likewise
-    shr.u32 v, c, 3;
-    and.b32 v, v, 0x0E000E00;
-    lop3.b32 v, c, 0x80008000, v, 0xEA;
-    mul.f16x2 $0, v, $5;
-    prmt.b32 c, $4, 0, 0x3424;                 // bytes 2 and 3
-    shr.u32 v, c, 3;
-    and.b32 v, v, 0x0E000E00;
-    lop3.b32 v, c, 0x80008000, v, 0xEA;
-    mul.f16x2 $3, v, $6;
-    shl.b32 c, c, 4;
-    shr.u32 v, c, 3;
-    and.b32 v, v, 0x0E000E00;
-    lop3.b32 v, c, 0x80008000, v, 0xEA;
-    mul.f16x2 $1, v, $6;
-    }"""
+    "{ .reg .b32 c, v; " + _two_bytes("0x1404", 2, 0, 5) + _two_bytes("0x3424", 3, 1, 6) + "}"
 )
 
 
@@ -588,7 +576,7 @@ def w4a4_gemm(
     with _on(y):
         if native:
             planes, width, x_scale = x.packed, K // 2, x.scale
-            w_scale = w.scale if w.scale.shape[-1] == 512 else tile_scales(w.scale)
+            w_scale = w.scale if w.scale.dim() > w.packed.dim() else tile_scales(w.scale)
         else:
             width = triton.cdiv(K, 32) * 16
             planes = torch.empty(packets, 2, M, width, dtype=torch.float16, device=device)
@@ -633,11 +621,12 @@ def _check_operands(x, w, routing, mask, native) -> tuple[int, int, int]:
     K = 2 * w.packed.shape[-1]
     packets = () if mask is None else (2,)
     experts = () if routing is None else (routing.experts,)
-    tiled = native and w.scale.dim() == len(experts) + 3  # tile_scales made it
-    e4m3 = torch.float8_e4m3fn
+    w_scales, e4m3 = (N, K // QBLOCK), torch.float8_e4m3fn
+    if native and w.scale.dim() > w.packed.dim():  # tile_scales made them
+        w_scales = (triton.cdiv(N, 128), triton.cdiv(K, 64), 512)
     for name, t, dtype, shape in (
         ("w.packed", w.packed, torch.uint8, (*experts, N, K // 2)),
-        ("w.scale", w.scale, e4m3, w.scale.shape if tiled else (*experts, N, K // QBLOCK)),
+        ("w.scale", w.scale, e4m3, (*experts, *w_scales)),
         ("w.global_scale (outer='tensor')", w.global_scale, torch.float32, (*experts, 1, 1)),
         ("x.packed", x.packed, torch.uint8, (*packets, M, K // 2)),
         ("x.scale", x.scale, e4m3, (*packets, M, K // QBLOCK)),

@@ -14,10 +14,10 @@ fp32 residual stream): the natural drift between two sides that would otherwise 
 
 As a script:
 
-    python rollout.py                       prompts, completions, right or wrong
-    python rollout.py --eval CHECKPOINT --arithmetic bf16,w4a4,w4a4+rac     pass@1 in each of them
-    python rollout.py --errors              where the gap comes from: analysis.py on a checkpoint
-    python rollout.py --self-check          do the Triton kernels compute what torch computes here?
+    python rollout.py                                                a policy's pass@1, completions
+    python rollout.py CHECKPOINT --arithmetic bf16,w4a4,w4a4+rac     the same in several arithmetics
+    python rollout.py --errors                                       where the gap comes from
+    python rollout.py --self-check                                   are the Triton kernels right?
 
 The second is the control that tells *deployment loss* (the policy is good, the arithmetic it is
 served in hurts) from *RL collapse* (the policy itself went bad). Next: kernels.py.
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from quads_min import analysis, checkpoint, nvfp4, report, runs
+from quads_min import analysis, checkpoint, nvfp4, runs
 from quads_min.grpo import token_logprobs
 from quads_min.model import Cache, ExpertLinear, MoETransformer, Routing, route
 from quads_min.modes import ARITHMETICS, Arithmetic
@@ -267,10 +267,8 @@ class Engine:
         self.sync()
 
     def sync(self) -> None:
-        """Copy the policy's weights: dense ones rounded to bf16, experts quantized and packed.
-
-        They are read where they were at the first call: update a policy in place.
-        """
+        """Copy the policy's weights: dense ones rounded to bf16, experts quantized and packed. They
+        are read where they were at the first call: update a policy in place."""
         self.copy_weights(self.policy.embed[:1, :1].detach())
 
     @torch.no_grad()
@@ -356,7 +354,7 @@ class Engine:
         return torch.stack(tokens, 1), torch.stack(logprobs, 1), lengths, torch.cat(choices, 2)
 
 
-# ---- as a script
+# ---- evaluation, and as a script
 
 
 def sample(engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0):
@@ -367,13 +365,6 @@ def sample(engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0
     noise = torch.Generator().manual_seed(seed)
     out = engine.generate(prompts, task.max_new_tokens, task.eos, task.pad, generator=noise)
     return out, task.rewards(prompts.to(out.tokens.device), out.tokens, out.lengths)
-
-
-def evaluate(engine: Engine, task: ChainTask, prompts: torch.Tensor, seed: int = 0) -> dict:
-    """pass@1 of `sample`, and the share of right answers that skipped steps."""
-    out, reward = sample(engine, task, prompts, seed)
-    skipped = reward * (out.lengths < task.max_new_tokens)
-    return {"pass@1": reward.mean().item(), "skipped": skipped.mean().item()}
 
 
 def held_out_prompts(task: ChainTask, count: int) -> torch.Tensor:
@@ -392,20 +383,16 @@ def check_device(device: str) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Flags of the script; argparse ends the program on bad ones."""
-    parser = argparse.ArgumentParser(
-        description="Generate from a checkpoint, or evaluate it in several arithmetics.",
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(description="Look into checkpoints.", allow_abbrev=False)
     add = parser.add_argument
-    add("--checkpoint", type=Path, default=SHIPPED / "tiny.pt", help="the policy")
-    add("--eval", type=Path, nargs="+", metavar="CHECKPOINT", help="print their pass@1 instead")
-    add("--errors", action="store_true", help="compare both sides, layer by layer")
-    add("--self-check", action="store_true", help="test the Triton kernels on this device")
-    add("--figure", type=Path, help="of --errors, a .png or .svg file")
-    add("--log", type=Path, help="append what --eval, --errors find, as JSON lines")
+    add("checkpoints", type=Path, nargs="*", help="default: the warm start of tiny")
+    add("--errors", action="store_true", help="compare both sides of every mode instead")
+    add("--self-check", action="store_true", help="test the Triton kernels on this device instead")
     add("--arithmetic", default="w4a4+rac", help="all, or of " + ", ".join(ARITHMETICS))
-    add("--prompts", type=int, help="how many (default: 8, 256 or 1024)")
+    add("--prompts", type=int, default=512, help="held-out prompts")
+    add("--show", type=int, default=4, help="completions to print")
     add("--seed", type=int, default=0, help="of the sampling noise")
+    add("--log", type=Path, help="append what was found, a JSON line per checkpoint")
     add("--backend", default="auto", choices=BACKENDS, help="of W4A4 experts")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
@@ -414,48 +401,37 @@ def parse(argv: list[str]) -> argparse.Namespace:
         known = ", ".join(ARITHMETICS)
         raise ValueError(f"--arithmetic: unknown {', '.join(unknown)}; choose from {known}")
     args.arithmetics = {n: ARITHMETICS[n] for n in names}
-    if args.prompts is not None and args.prompts < 1:
+    if args.prompts < 1:
         raise ValueError(f"--prompts must be 1 or more, got {args.prompts}")
     check_device(args.device)
-    if args.figure:  # fail now rather than after the work
-        report.new_figure(args.figure, (1, 1))
-    if args.log:
+    if args.log:  # fail now rather than after the work
         args.log.open("a").close()
     return args
 
 
-def show(args: argparse.Namespace, path: Path, policy: MoETransformer, task: ChainTask) -> dict:
-    """Print completions of held-out prompts in each arithmetic."""
-    prompts = held_out_prompts(task, args.prompts or 8)
-    for arithmetic in args.arithmetics.values():
-        engine = Engine(policy, arithmetic, args.backend)
-        print(f"{path}, experts in {arithmetic}\n{engine.backend.name}: {engine.backend.reason}")
-        out, rewards = sample(engine, task, prompts, args.seed)
-        for row, reward in enumerate(rewards.tolist()):
-            completion = task.decode(out.tokens[row, : out.lengths[row]])
-            print(f"{'right' if reward else 'wrong'}   {task.decode(prompts[row])} {completion}")
-    return {}
-
-
-def cross_evaluate(args, path: Path, policy: MoETransformer, task: ChainTask) -> dict:
-    """pass@1 in each arithmetic: a row of the cross table."""
-    prompts, found = held_out_prompts(task, args.prompts or 1024), {}
+def evaluate_in_each(args, path: Path, policy: MoETransformer, task: ChainTask, prompts) -> dict:
+    """pass@1 in each arithmetic, printed with some completions: a row of the cross table."""
+    found = {}
     for name, arithmetic in args.arithmetics.items():
         engine = Engine(policy, arithmetic, args.backend)
-        found[name] = passed = evaluate(engine, task, prompts, args.seed)["pass@1"]
+        out, rewards = sample(engine, task, prompts, args.seed)
+        found[name] = passed = rewards.mean().item()
         error = 100 * (passed * (1 - passed) / len(prompts)) ** 0.5
-        print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({path}, {arithmetic})")
-    return {"prompts": len(prompts), "pass@1": found}
+        print(f"{name:10} {100 * passed:5.1f} +- {error:.1f} % pass@1   ({path}, {arithmetic}, "
+              f"{engine.backend.name})")  # fmt: skip
+        for i in range(min(args.show, len(prompts))):
+            completion = task.decode(out.tokens[i, : out.lengths[i]])
+            print(
+                f"  {'right' if rewards[i] else 'wrong'}   {task.decode(prompts[i])} {completion}"
+            )
+    return {"pass@1": found}
 
 
-def compare(args, path: Path, policy: MoETransformer, task: ChainTask) -> dict:
-    """analysis.py: both sides of every mode."""
-    prompts = held_out_prompts(task, args.prompts or 256)
+def compare_both_sides(args, path: Path, policy: MoETransformer, task: ChainTask, prompts) -> dict:
+    """Where the gap comes from: analysis.py."""
     found = analysis.measure(policy, task, partial(Engine, backend="torch"), prompts, args.seed)
     print(f"{path}, {len(prompts)} prompts\n\n{analysis.text(found)}")
-    if args.figure:
-        analysis.figure(found, args.figure)
-    return {"prompts": len(prompts), "errors": found}
+    return {"errors": found}
 
 
 def report_self_check(device: str) -> bool:
@@ -481,17 +457,16 @@ def cli(argv: list[str]) -> int:
         args = parse(argv)
         if args.self_check:
             return 0 if report_self_check(args.device) else 1
-        for path in args.eval or [args.checkpoint]:
-            policy, task = checkpoint.load_policy(
-                path, Arithmetic()
-            )  # the engine's arithmetic counts
+        look = compare_both_sides if args.errors else evaluate_in_each
+        for path in args.checkpoints or [SHIPPED / "tiny.pt"]:
+            policy, task = checkpoint.load_policy(path, Arithmetic())  # the engine's own counts
             if bad := policy.nonfinite():
                 raise ValueError(f"{path}: inf or NaN in {', '.join(bad)}")
-            act = cross_evaluate if args.eval else compare if args.errors else show
-            found = act(args, path, policy.to(args.device), task)
+            prompts = held_out_prompts(task, args.prompts)
+            line = {"checkpoint": f"{path.parent.name}/{path.name}", "prompts": args.prompts}
+            line |= {"seed": args.seed, **runs.environment(torch.device(args.device))}
+            line |= look(args, path, policy.to(args.device), task, prompts)
             if args.log:
-                line = {"checkpoint": f"{path.parent.name}/{path.name}", "seed": args.seed}
-                line |= runs.environment(torch.device(args.device)) | found
                 with args.log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
     except (ValueError, OSError) as e:

@@ -1,7 +1,7 @@
 """The RL loop of QUADS: it ties the engine (rollout.py) to the trainer (quads_min/).
 
-    python train.py --mode quads                       one run: 2 minutes, on a GPU less
-    python train.py --mode all --seeds 0,1,2 --jobs 2  every row of the table, two runs at a time
+    python train.py --mode quads                    one run: 2 minutes, on a GPU less
+    python train.py --mode all --seeds 0,1,2        every row of the table, one after the other
 
 A mode is a pair of arithmetics for the routed experts' GEMMs, one of the engine and one of the
 trainer: the table is in quads_min/modes.py. What this loop leaves out, compared with the paper
@@ -21,10 +21,8 @@ Next: rollout.py.
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
@@ -38,7 +36,7 @@ from quads_min.model import ModelConfig, contaminated_blocks, plant_outliers
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
 from quads_min.qat import make_policy
 from quads_min.tasks import ChainTask
-from rollout import BACKENDS, SHIPPED, Engine, Graphed, check_device, evaluate, held_out_prompts
+from rollout import BACKENDS, SHIPPED, Engine, Graphed, check_device, held_out_prompts, sample
 
 
 def knob(default, help: str, **kwargs):
@@ -350,18 +348,18 @@ def describe(cfg: Config, engine: Engine, log: runs.Log, done: int) -> None:
 
 
 def run_evaluation(log, step: int, engine: Engine, trainer_engine: Engine, task, prompts) -> None:
-    """pass@1 of the current policy, as deployed and in the trainer's own arithmetic."""
-    deployed = trainer = evaluate(engine, task, prompts)
+    """pass@1 of the current policy, as deployed and in the trainer's own arithmetic; and the share
+    of prompts whose right answer skipped steps."""
+    out, rewards = sample(engine, task, prompts)
+    deployed = trainer = rewards.mean().item()
+    skipped = (rewards * (out.lengths < task.max_new_tokens)).mean().item()
     if trainer_engine is not engine:
         trainer_engine.sync()
-        trainer = evaluate(trainer_engine, task, prompts)
-    log(
-        "eval", step=step, deployed=deployed["pass@1"], trainer=trainer["pass@1"],
-        skipped=deployed["skipped"],
-    )  # fmt: skip
+        trainer = sample(trainer_engine, task, prompts)[1].mean().item()
+    log("eval", step=step, deployed=deployed, trainer=trainer, skipped=skipped)
     tqdm.write(
-        f"step {step}: pass@1 deployed {100 * deployed['pass@1']:.1f} %, "
-        f"in the trainer's arithmetic {100 * trainer['pass@1']:.1f} %"
+        f"step {step}: pass@1 deployed {100 * deployed:.1f} %, "
+        f"in the trainer's arithmetic {100 * trainer:.1f} %"
     )
 
 
@@ -400,7 +398,7 @@ def warm_start(cfg: Config) -> Path:
         schedule.step()
         if step % 100 == 0 or step == cfg.warm_steps:
             engine.sync()
-            passed = evaluate(engine, task, eval_prompts)["pass@1"]
+            passed = sample(engine, task, eval_prompts)[1].mean().item()
             tqdm.write(f"step {step}: loss {loss.item():.3f}, pass@1 {100 * passed:.1f} %")
     checkpoint.save(path, policy, task, dtype=torch.bfloat16)
     print(f"wrote {path}; use it with --init {path}")
@@ -424,7 +422,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     )  # fmt: skip
     parser.add_argument("--warm-start", action="store_true", help="make the base policy instead")
     parser.add_argument("--seeds", help="several runs, such as 0,1,2")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each its own process")
     for f in fields(Config):
         options = {**f.metadata, "help": f"{f.metadata['help']} (default: {f.default})"}
         if f.type is bool:
@@ -433,8 +430,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
             options |= {"type": f.type, "metavar": f.name.upper()}
         parser.add_argument("--" + f.name.replace("_", "-"), default=None, **options)
     args = parser.parse_args(argv)
-    if args.jobs < 1:
-        raise ValueError(f"--jobs must be 1 or more, got {args.jobs}")
     if args.seeds and args.seed is not None and args.seeds != str(args.seed):
         raise ValueError("--seed and --seeds exclude each other; --seeds 0,1,2 makes several runs")
     given = {f.name: getattr(args, f.name) for f in fields(Config)}
@@ -451,33 +446,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     return args, [Config(**{**given, "mode": m, "seed": s}) for m, s in pairs]
 
 
-def run_all(args: argparse.Namespace, configs: list[Config], argv: list[str]) -> None:
-    """Run the configs, --jobs at a time, and print each one's row."""
-    if len(configs) == 1 or args.jobs == 1:
-        for cfg in configs:
-            summary = main(cfg)
-            print(report.header(), report.row(summary), sep="\n", flush=True)
-        return
-    env = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.jobs))}
-
-    def child(cfg: Config) -> int:
-        one = ["--mode", cfg.mode, "--seeds", str(cfg.seed), "--jobs", "1"]
-        return subprocess.run([sys.executable, __file__, *argv, *one], env=env).returncode
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        failed = sum(map(bool, pool.map(child, configs)))
-    if failed:
-        raise ValueError(f"{failed} of {len(configs)} runs failed; their messages are above")
-
-
 def cli(argv: list[str]) -> int:
     """The command line; returns the exit status."""
     try:
         args, configs = parse(argv)
         if args.warm_start:
             warm_start(configs[0])
-        else:
-            run_all(args, configs, argv)
+            return 0
+        for cfg in configs:
+            summary = main(cfg)
+            print(report.header(), report.row(summary), sep="\n", flush=True)
     except KeyboardInterrupt as e:
         at = f" after step {e.args[0]}" if e.args else ""
         again = shlex.join(["python", "train.py", *argv, *["--resume"] * ("--resume" not in argv)])

@@ -6,7 +6,7 @@ import torch
 import rollout
 from quads_min import checkpoint, grpo, nvfp4
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
-from rollout import SHIPPED, Engine, evaluate, held_out_prompts
+from rollout import SHIPPED, Engine, held_out_prompts, sample
 
 
 def tiny(arithmetic="bf16", trainer="bf16", device="cpu"):
@@ -150,7 +150,7 @@ def test_drift_widens_the_gap_and_zero_drift_changes_nothing():
 
 def test_the_shipped_policy_knows_the_task_and_bad_requests_are_refused():
     policy, task, engine = tiny()
-    assert 0.4 < evaluate(engine, task, held_out_prompts(task, 512))["pass@1"] < 0.7
+    assert 0.4 < sample(engine, task, held_out_prompts(task, 512))[1].mean() < 0.7
     prompts = held_out_prompts(task, 2)
     with pytest.raises(ValueError, match="temperature must be above 0"):
         engine.generate(prompts, 2, task.eos, task.pad, temperature=0.0)
