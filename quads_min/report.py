@@ -1,178 +1,125 @@
 """Run logs to the README's tables and figures.
 
-    python -m quads_min.report runs --figure out.png       a row per label, curves over steps
-    python -m quads_min.report runs --by lr                modes against values of one knob
-    python -m quads_min.report runs --collapse             what moves when a run collapses
-    python -m quads_min.report --cross cross.jsonl         policies against arithmetics
+    python -m quads_min.report runs --figure out.png             a row per label, a line per run
+    python -m quads_min.report runs --measures entropy,length    the same of any other measure
+    python -m quads_min.report runs --by lr                      modes against values of one knob
+    python -m quads_min.report --cross cross.jsonl               policies against arithmetics
 
-A run is one log.jsonl of train.py. pass@1 is measured twice, because two things fail differently:
-
-    deployed    by the engine of the mode; low here alone is *deployment loss*
-    trainer     in the trainer's own arithmetic; falling here is *RL collapse*
-
-    final       mean of the last 5 evaluations (of all, if there are fewer)
-    fell at     first evaluation 20 points below the best one before it, in the trainer's arithmetic
-    collapsed   best single evaluation - final >= 20 points, both in the trainer's arithmetic
-    stable      best mean of 5 evaluations in a row - final <= 1.5 points, likewise
-    gap         mean or p99 of |gap|, averaged over the last (first) 10% of the logged steps
-    ± se        over n seeds, sample std / sqrt(n); of a difference sqrt(se^2 + se^2), unpaired
-
-Unfinished runs enter no mean and no curve; a line below the table names them. Next: analysis.py.
+pass@1, the mean of a run's last 5 evaluations, is measured twice, as two things fail differently:
+*deployed*, by the engine of the mode, where it can be low alone (deployment loss); and in the
+*trainer*'s own arithmetic, where *collapsed* is 20 points or more below the best evaluation. Other
+measures are means over the first tenth of the steps -> over the last. ± is a standard error over n
+seeds, std / sqrt(n); of a difference sqrt(se^2 + se^2), unpaired. Next: analysis.py.
 """
 
 import argparse
 import json
-import sys
-from collections.abc import Iterable
-from functools import partial
-from math import hypot, isnan, nan
+from math import hypot, nan
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 from quads_min.modes import MODES
 
-IGNORED = {"seed", "resume", "check_weights", "checkpoint_every", "log_every"}  # free within a row
-LAST, COLLAPSE, STABLE, LEARNED = 5, 0.20, 0.015, 0.10
+FREE = {"seed", "resume", "check_weights", "checkpoint_every", "log_every"}  # within a label
+TITLES = {"deployed": "pass@1 deployed", "trainer": "pass@1 in the trainer's arithmetic",
+          "gap_mean": "mean |gap| per token, nats"}  # fmt: skip
+LOGARITHMIC = {"gap_mean", "gap_p99", "mass_neg_neg", "mass_pos_pos", "grad_norm"}
 COLORS = {  # Okabe and Ito's palette, with a grey, and a wine for its yellow
     "bf16": "#000000", "fp8": "#999999", "naive": "#D55E00", "w4a16": "#56B4E9", "w16a4": "#E69F00",
     "qat": "#CC79A7", "rac": "#009E73", "sym": "#882255", "quads": "#0072B2",
 }  # fmt: skip
-ROW = "{:24} {:>4} {:>10} {:>9} {:>9} {:>9} {:>9} {:>7}  {}"
-HEAD = """
-| label | rollout | trainer | pass@1 deployed, % | pass@1 trainer's arithmetic, % | \
-deployed - bf16, points | mean gap, last 10% (x first 10%) | collapsed | minutes |
-|---|---|---|---|---|---|---|---|---|"""
 
 
-def find_logs(paths: Iterable[str | Path]) -> list[Path]:
-    """Files as they are, folders searched for *.jsonl. ValueError for a path that yields none."""
+def find_logs(paths: list[str | Path]) -> list[Path]:
+    """Files as they are, folders searched for *.jsonl."""
     logs = []
     for path in map(Path, paths):
-        found = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
-        if not found:
-            raise ValueError(f"no *.jsonl in {path}; pass the folders that train.py wrote")
-        logs += found
+        logs += [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
     return logs
 
 
-def read_log(path: str | Path) -> dict:
-    """One run: config, steps, evals, end, error as logged (the last two or None); path and setting.
-
-    Of a step logged twice the later counts: a resumed run repeats what it had not saved.
-
-    Raises:
-        ValueError: names file:line. Only a last line without newline may be broken: killed there.
-    """
-    run, logged = dict.fromkeys(("config", "end", "error")), {"step": {}, "eval": {}}
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+def read_lines(path: str | Path, key: str) -> list[dict]:
+    """JSON objects with `key`, one a line. A broken line is an error, unless it is the last and has
+    no newline: there a run was killed."""
+    found, (*lines, _) = [], Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line or '{"event": "none"}')
-            kind, step = event["event"], event.get("step")
+            found.append(json.loads(line))
+            found[-1][key]
         except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: expected an event, got {line[:40]!r}") from None
-        if kind in logged:
-            logged[kind][step] = event
-        elif kind == "config" and run["config"]:
-            raise ValueError(f"{path}:{number}: a second config line; give each run its own file")
-        elif kind in ("config", "end", "error", "resume"):
-            run |= {"end": None, "error": None, kind: event}
+            raise ValueError(f"{path}:{number}: no {key!r} in {line[:40]!r}") from None
+    return found
+
+
+def read_log(path: str | Path) -> dict:
+    """A run by kind of event: all `steps` and `evals`; `config`, `end`, `error`, each or None."""
+    events = read_lines(path, "event")
+    run = {f"{kind}s": [e for e in events if e["event"] == kind] for kind in ("step", "eval")}
+    run |= dict.fromkeys(("config", "end", "error")) | {e["event"]: e for e in events}
     if run["config"] is None:
-        raise ValueError(f"{path}:{len(lines)}: the file ends without a config line")
-    steps, evals = ([events[step] for step in sorted(events)] for events in logged.values())
-    setting = (str(run["config"]["config"].get("preset")), run["config"]["device"])
-    return run | {"path": path, "setting": setting, "steps": steps, "evals": evals}
+        raise ValueError(f"{path}: the file ends without a config line")
+    return run | {"setting": (run["config"]["config"]["preset"], run["config"]["device"])}
 
 
-def _mean(events: list[dict], key: str) -> float:
-    return fmean(e[key] for e in events) if events else nan
+def estimate(values: list[float]) -> tuple[float, float]:
+    """(mean, standard error), NaN where there are too few values."""
+    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else nan
+    return fmean(values or [nan]), error
 
 
-def _se(events: list[dict], key: str) -> float:
-    values = [e[key] for e in events]
-    return nan if len(values) < 2 or any(map(isnan, values)) else stdev(values) / len(values) ** 0.5
+def curve(run: dict, measure: str) -> dict[int, float]:
+    """A measure of the step or evaluation lines, by step."""
+    return {e["step"]: e[measure] for e in run["steps"] + run["evals"] if measure in e}
 
 
-def _text(value: float, spec: str = ".1f") -> str:
-    return "-" if isnan(value) else format(value, spec)
-
-
-def fell_at(evals: list[dict]) -> float:
-    """The step of the first evaluation 20 points below the best before it; NaN if there is none."""
-    best = 0.0
-    for e in evals:
-        best = max(best, e["trainer"])
-        if round(best - e["trainer"], 9) >= COLLAPSE:
-            return float(e["step"])
-    return nan
+def tenths(run: dict, measure: str) -> tuple[float, float]:
+    """Its means over the first and the last tenth of the steps."""
+    values = curve(run, measure)
+    end = max(values, default=0)
+    first = [v for step, v in values.items() if step <= end / 10] or [*values.values()][:1]
+    last = [v for step, v in values.items() if step > 0.9 * end]
+    return estimate(first)[0], estimate(last)[0]
 
 
 def summarize(run: dict) -> dict:
-    """The measures above for one run: pass@1 as shares of 1, NaN where nothing was logged."""
-    config, steps, evals, end = (run[key] for key in ("config", "steps", "evals", "end"))
-    final, best = _mean(evals[-LAST:], "trainer"), max([e["trainer"] for e in evals], default=nan)
-    fives = [evals[i : i + LAST] for i in range(max(1, len(evals) - LAST + 1))]
-    whole = steps[-1]["step"] if steps else 0
-    first = [s for s in steps if s["step"] <= whole / 10] or steps[:1]
-    last = [s for s in steps if s["step"] > 0.9 * whole]
-    return {
-        **{key: config[key] for key in ("label", "seed", "backend")},
-        "deployed": _mean(evals[-LAST:], "deployed"),
-        "trainer": final,
-        "trainer_best": best,
-        "fell_at": fell_at(evals),
-        "collapsed": round(best - final, 9) >= COLLAPSE,  # rounded: 0.75 - 0.55 < 0.2 in floats
-        "stable": round(max(_mean(five, "trainer") for five in fives) - final, 9) <= STABLE,
-        "gap_mean": _mean(last, "gap_mean"),
-        "gap_mean_first": _mean(first, "gap_mean"),
-        "gap_p99": _mean(last, "gap_p99"),
-        "gap_p99_first": _mean(first, "gap_p99"),
-        "steps": (end or [{"step": 0}, *steps][-1])["step"],
-        "steps_per_second": median([1 / s["seconds"] for s in steps] or [nan]),
-        "minutes": end["seconds"] / 60 if end else nan,
-        "finished": end is not None,
+    """A run in numbers: pass@1 as shares of 1, NaN where nothing was logged."""
+    passed = {key: [*curve(run, key).values()] for key in ("deployed", "trainer")}
+    final = {key: estimate(values[-5:])[0] for key, values in passed.items()}
+    fall = max(passed["trainer"], default=nan) - final["trainer"]
+    return final | {
+        **{key: run["config"][key] for key in ("label", "seed", "backend")},
+        "collapsed": round(fall, 9) >= 0.2,  # rounded: 0.75 - 0.55 < 0.2 in floats
+        "gap_mean": tenths(run, "gap_mean")[1],
+        "steps": (run["end"] or [{"step": 0}, *run["steps"]][-1])["step"],
+        "minutes": run["end"]["seconds"] / 60 if run["end"] else nan,
+        "finished": run["end"] is not None,
     }
 
 
-def header() -> str:
-    """The line above row()."""
-    names = "label seed deployed,% trainer,% gap_mean gap_p99 collapsed minutes backend"
-    return ROW.format(*names.split())
-
-
-def row(summary: dict) -> str:
-    """One run in one line, aligned with header(); train.py ends with it."""
-    s, collapsed = summary, "yes" if summary["collapsed"] else "no"
-    shown = [_text(100 * s[key]) for key in ("deployed", "trainer")]
-    shown += [_text(s[key], ".3g") for key in ("gap_mean", "gap_p99")]
-    return ROW.format(s["label"], s["seed"], *shown, collapsed, _text(s["minutes"]), s["backend"])
-
-
 def by_label(runs: list[dict]) -> dict[str, list[dict]]:
-    """Finished runs by label, in the order of MODES. ValueError where a mean would mix settings."""
-    rows, rank = {}, [*MODES, *(run["config"]["mode"] for run in runs)].index
-    for run in sorted(runs, key=lambda r: (rank(r["config"]["mode"]), r["config"]["label"])):
+    """Finished runs by label, in the order of MODES; ValueError where a mean would mix settings."""
+    if len({run["setting"] for run in runs}) > 1:
+        raise ValueError("these runs are of different presets or devices; pass those of one")
+    groups, order = {}, [*MODES, *(run["config"]["mode"] for run in runs)].index
+    for run in sorted(runs, key=lambda r: (order(r["config"]["mode"]), r["config"]["label"])):
         if run["end"]:
-            rows.setdefault(run["config"]["label"], []).append(run)
-    for label, group in rows.items():
-        seeds = sorted(run["config"]["seed"] for run in group)
+            groups.setdefault(run["config"]["label"], []).append(run)
+    for label, group in groups.items():
         items = [run["config"]["config"].items() for run in group]
         knobs = [{(k, v) for k, v in i if isinstance(v, int | float)} for i in items]
-        mixed = {k for k, _ in set.union(*knobs) - set.intersection(*knobs)} - IGNORED
-        if mixed or len(set(seeds)) < len(seeds):
-            why = f"differ in {', '.join(sorted(mixed))}" if mixed else f"repeat a seed: {seeds}"
-            paths = ", ".join(str(run["path"]) for run in group)
-            raise ValueError(f"runs labelled {label} {why}; pass only one kind of {paths}")
-    return rows
+        mixed = {k for others in knobs for k, _ in others ^ knobs[0]} - FREE
+        if mixed or len({run["config"]["seed"] for run in group}) < len(group):
+            why = f"differ in {', '.join(sorted(mixed))}" if mixed else "repeat a seed"
+            raise ValueError(f"runs labelled {label} {why}; pass only one kind")
+    return groups
 
 
 def aggregate(group: list[dict]) -> dict:
     """Runs of one label to (mean, standard error) by measure; n, and how many collapsed."""
     each = [summarize(run) for run in group]
-    measures = {k: (_mean(each, k), _se(each, k)) for k, v in each[0].items() if type(v) is float}
-    return measures | {"n": len(each), "collapsed": sum(s["collapsed"] for s in each)}
+    measures = ("deployed", "trainer", "gap_mean", "minutes")
+    found = {key: estimate([s[key] for s in each]) for key in measures}
+    return found | {"n": len(each), "collapsed": sum(s["collapsed"] for s in each)}
 
 
 def difference(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
@@ -180,138 +127,104 @@ def difference(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, f
     return a[0] - b[0], hypot(a[1], b[1])
 
 
+def header() -> str:
+    """The line above row()."""
+    return f"{'label':24} seed deployed,%  trainer,%  gap_mean collapsed minutes  backend"
+
+
+def row(s: dict) -> str:
+    """A summary in one line, aligned with header(); train.py ends with it."""
+    passed = f"{100 * s['deployed']:10.1f} {100 * s['trainer']:10.1f} {s['gap_mean']:9.3g}"
+    fate = f"{'yes' if s['collapsed'] else 'no':>9} {s['minutes']:7.1f}  {s['backend']}"
+    return f"{s['label']:24} {s['seed']:4} {passed} {fate}"
+
+
 def points(value: tuple[float, float], spec: str = ".1f") -> str:
     """(mean, standard error) of a share, in percent."""
-    return f"{_text(100 * value[0], spec)} ± {_text(100 * value[1])}"
+    return f"{100 * value[0]:{spec}} ± {100 * value[1]:.1f}".replace("nan", "-")
+
+
+def change(group: list[dict], measure: str) -> str:
+    """First tenth -> last, means over runs."""
+    first, last = zip(*(tenths(run, measure) for run in group), strict=True)
+    return f"{fmean(first):.3g} -> {fmean(last):.3g}".replace("nan", "-")
+
+
+def markdown(corner: str, rows: dict[str, dict[str, str]]) -> str:
+    """A table of {row: {column: cell}}."""
+    columns = list(next(iter(rows.values()), {}))
+    lines = [f"| {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cells.values())} |" for name, cells in rows.items()]
+    return "\n".join(lines)
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown: per (preset, device) a table, with a row per label over its finished runs."""
-    lines = []
-    for setting in sorted({run["setting"] for run in runs}):
-        here = [run for run in runs if run["setting"] == setting]
-        said = [", ".join(sorted({r["config"][k] for r in here})) for k in ("backend", "commit")]
-        lines += ["**Preset {} on {}**, backend {}, commit {}".format(*setting, *said), HEAD]
-        rows = by_label(here)
-        base = aggregate(rows["bf16"]) if "bf16" in rows else None
-        for label, group in rows.items():
-            config, a = group[0]["config"], aggregate(group)
-            plain = label == "bf16" or base is None
-            gap, first = a["gap_mean"][0], a["gap_mean_first"][0]
-            cells = (
-                f"{label} | {config['rollout']} | {config['trainer']}",
-                f"{points(a['deployed'])} (n = {a['n']})",
-                points(a["trainer"]),
-                "-" if plain else points(difference(a["deployed"], base["deployed"]), "+.1f"),
-                f"{_text(gap, '.3g')} (x {_text(gap / first if first else nan, '.2f')})",
-                f"{a['collapsed']}/{a['n']}",
-                _text(a["minutes"][0]),
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-        dead = [(summarize(run), run["error"]) for run in here if not run["end"]]
-        lines.append(f"\nUnfinished, in no mean: {len(dead)} of {len(here)} runs.")
-        for s, error in dead:
-            why = f" ({error['message']})" if error else ""
-            lines[-1] += f" {s['label']} seed {s['seed']}: after step {s['steps']}{why}."
-        lines[-1] += "\n"
-    return "\n".join(lines).rstrip()
+    """A row per label, and what is in no row: the unfinished runs."""
+    groups, rows = by_label(runs), {}
+    base = aggregate(groups["bf16"])["deployed"] if "bf16" in groups else None
+    for label, group in groups.items():
+        a = aggregate(group)
+        lost = points(difference(a["deployed"], base), "+.1f") if base else "-"
+        rows[label] = {
+            "rollout": group[0]["config"]["rollout"],
+            "trainer": group[0]["config"]["trainer"],
+            "pass@1 deployed, %": f"{points(a['deployed'])} (n = {a['n']})",
+            "pass@1 trainer's arithmetic, %": points(a["trainer"]),
+            "deployed - bf16, points": "-" if label == "bf16" else lost,
+            "mean gap, first -> last 10%": change(group, "gap_mean"),
+            "collapsed": f"{a['collapsed']}/{a['n']}",
+            "minutes": f"{a['minutes'][0]:.1f}",
+        }
+    said = [", ".join(sorted({r["config"][key] for r in runs})) for key in ("backend", "commit")]
+    title = "**Preset {} on {}**, backend {}, commit {}".format(*runs[0]["setting"], *said)
+    dead = [run for run in runs if not run["end"]]
+    below = f"Unfinished, in no mean: {len(dead)} of {len(runs)} runs."
+    for run in dead:
+        s, why = summarize(run), f" ({run['error']['message']})" if run["error"] else ""
+        below += f" {s['label']} seed {s['seed']}: after step {s['steps']}{why}."
+    return f"{title}\n\n{markdown('label', rows)}\n\n{below}"
+
+
+def by_measure(runs: list[dict], measures: list[str]) -> str:
+    """A row per label: how measures changed."""
+    rows, unknown = {}, [m for m in measures if not any(curve(run, m) for run in runs)]
+    if unknown:
+        raise ValueError(f"no step or evaluation line holds {', '.join(unknown)}")
+    for label, group in by_label(runs).items():
+        rows[label] = {"runs": str(len(group))} | {m: change(group, m) for m in measures}
+    return markdown("label", rows)
 
 
 def by_knob(runs: list[dict], knob: str) -> str:
-    """Markdown: pass@1 deployed, in percent, of modes (rows) at values of one knob (columns), all
-    else as in the preset."""
+    """A row per mode: pass@1 deployed at values of one knob, all else as in the preset."""
     found = {}
     for label, group in by_label(runs).items():
-        config = group[0]["config"]
-        if label in (config["mode"], f"{config['mode']}+{knob}={config['config'][knob]:g}"):
-            found[config["mode"], config["config"][knob]] = aggregate(group)
-    columns = sorted({value for _, value in found})
-    lines = [f"| {knob} | {' | '.join(f'{c:g}' for c in columns)} |"]
-    lines += ["|---" * (len(columns) + 1) + "|"]
-    for mode in dict.fromkeys(mode for mode, _ in found):
-        rows = [found.get((mode, c)) for c in columns]
-        cells = [
-            "-" if a is None else f"{points(a['deployed'])} ({a['n']})"
-            + f", {a['collapsed']} collapsed" * (a["collapsed"] > 0)
-            for a in rows
-        ]  # fmt: skip
-        lines.append(f"| {mode} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        mode, value = group[0]["config"]["mode"], group[0]["config"]["config"].get(knob)
+        if value is None:
+            raise ValueError(f"no knob {knob!r}; see python train.py --help")
+        if label in (mode, f"{mode}+{knob}={value:g}"):
+            a = aggregate(group)
+            fell = f", {a['collapsed']} collapsed" if a["collapsed"] else ""
+            found[mode, value] = f"{points(a['deployed'])} ({a['n']}){fell}"
+    values = sorted({value for _, value in found})
+    rows = {mode: {f"{v:g}": found.get((mode, v), "-") for v in values} for mode, _ in found}
+    return markdown(knob, rows)
 
 
 def cross_table(path: str | Path) -> str:
-    """Markdown: policies (a row per mode they were trained in, mean over seeds) evaluated in every
-    arithmetic (a column each), from the lines of `rollout.py --eval ... --log`."""
-    rows = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            event = json.loads(line)
-            folder, found = event["checkpoint"].split("/")[0], event["pass@1"]
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path}:{number}: expected a line of rollout.py --eval") from None
+    """A row per mode of training, a column per arithmetic (bold: the mode's own), from the lines of
+    `rollout.py --eval ... --log`."""
+    groups, rows = {}, {}
+    for line in read_lines(path, "pass@1"):
+        folder = line["checkpoint"].split("/")[0]
         name = "warm start" if folder == "checkpoints" else folder.rsplit("-s", 1)[0]
-        rows.setdefault(name, []).append(found)
-    names = sorted(rows, key=["warm start", *MODES, *rows].index)
-    columns = list(rows[names[0]][0])
-    lines = [f"| trained in | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name in names:
-        own = MODES.get(name, ())  # (deployed, trainer's), bold: what the mode is about
-        cells = []
-        for c in columns:
-            value, mark = points((_mean(rows[name], c), _se(rows[name], c))), "**" * (c in own)
-            cells.append(f"{mark}{value}{mark}")
-        lines.append(f"| {name} (n = {len(rows[name])}) | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def moments(run: dict) -> dict[str, list[dict]]:
-    """The first 100 steps of a run and its last; the 100 up to its best evaluation and up to where
-    it fell, if it collapsed and had gained LEARNED before."""
-    within = lambda low, high: [s for s in run["steps"] if low < s["step"] <= high]  # noqa: E731
-    fell, end = fell_at(run["evals"]), run["evals"][-1]["step"]
-    found = {"start": within(0, 100)}
-    if summarize(run)["collapsed"]:
-        before = [e for e in run["evals"] if e["step"] < fell]
-        best = max(before, key=lambda e: e["trainer"])
-        if best["trainer"] - before[0]["trainer"] >= LEARNED:
-            at = best["step"]
-            found |= {"at its best": within(at - 100, at), "fallen": within(fell - 100, fell)}
-    return found | {"end": within(end - 100, end)}
-
-
-def collapse_table(runs: list[dict]) -> str:
-    """Markdown: what was logged at the moments of a run, mean over the runs of a label."""
-    measures = [key for _, events, key, _ in COLLAPSE_PANELS if events == "steps"]
-    lines = [f"| label | moment | runs | {' | '.join(measures)} |"]
-    lines += ["|---" * (len(measures) + 3) + "|"]
-    for label, group in by_label(runs).items():
-        seen = [moments(run) for run in group]
-        for fate, ms in ((", learned, then fell", [m for m in seen if "fallen" in m]),
-                         ("", [m for m in seen if "fallen" not in m])):  # fmt: skip
-            for moment in ms[0] if ms else ():
-                means = [fmean(_mean(m[moment], k) for m in ms) for k in measures]
-                cells = " | ".join(f"{v:.3g}" for v in means)
-                lines.append(f"| {label}{fate} | {moment} | {len(ms)} | {cells} |")
-    return "\n".join(lines)
-
-
-PANELS = (  # title, events, key, factor
-    ("pass@1 deployed, %", "evals", "deployed", 100),
-    ("pass@1 trainer's arithmetic, %", "evals", "trainer", 100),
-    ("mean |gap| per token, nats", "steps", "gap_mean", 1),
-)
-COLLAPSE_PANELS = (
-    *PANELS[1:],
-    ("gap mass, A < 0 and gap < 0", "steps", "mass_neg_neg", 1),
-    ("gap mass, A > 0 and gap > 0", "steps", "mass_pos_pos", 1),
-    ("entropy, nats", "steps", "entropy", 1),
-    ("gradient norm before clipping", "steps", "grad_norm", 1),
-    ("std of logits", "steps", "logit_std", 1),
-    ("rms of residual stream", "steps", "hidden_rms", 1),
-    ("share of tokens, other experts", "steps", "choice_mismatch", 1),
-    ("completion length, tokens", "steps", "length", 1),
-)
-LOGARITHMIC = {"gap_mean", "mass_neg_neg", "mass_pos_pos", "grad_norm"}
+        groups.setdefault(name, []).append(line["pass@1"])
+    for name in sorted(groups, key=["warm start", *MODES, *groups].index):
+        found = groups[name]
+        cells = {a: points(estimate([passed[a] for passed in found])) for a in found[0]}
+        cells |= {a: f"**{cells[a]}**" for a in MODES.get(name, ()) if a in cells}
+        rows[f"{name} (n = {len(found)})"] = cells
+    return markdown("trained in", rows)
 
 
 def new_figure(path: str | Path, size: tuple[float, float]):
@@ -325,78 +238,52 @@ def new_figure(path: str | Path, size: tuple[float, float]):
     return Figure(figsize=size, dpi=100, layout="constrained")
 
 
-def figure(runs: list[dict], path: str | Path, collapse: bool = False) -> None:
-    """PNG or SVG, by suffix: curves over steps, mean over seeds and range.
-
-    collapse: ten measures instead of three, and a line for each run, since they fall at
-    different times.
-    """
-    settings = sorted({run["setting"] for run in runs if run["end"]})
-    fig = new_figure(path, (14, 6) if collapse else (11, 4.2))
-    if len(settings) != 1:
-        raise ValueError(f"figure needs finished runs of one preset and device, got {settings}")
-    rows, panels = by_label(runs), COLLAPSE_PANELS if collapse else PANELS
-    axes = fig.subplots(2, 5).flat if collapse else fig.subplots(1, 3)
-    for ax, (title, events, key, scale) in zip(axes, panels, strict=True):
-        dashes = {}  # the labels of a mode share its color
-        for label, group in rows.items():
-            mode = group[0]["config"]["mode"]
-            line = dashes.setdefault(mode, ["-", "--", "-.", *(":" * len(rows))]).pop(0)
-            color, name = COLORS.get(mode, "#666666"), f"{label} (n = {len(group)})"
-            curves = [{e["step"]: scale * e[key] for e in run[events]} for run in group]
-            if collapse:
-                for curve in curves:
-                    ax.plot([*curve], [*curve.values()], line, color=color, lw=0.7, label=name)
-                    name = None
-                continue
-            x = sorted(set.intersection(*map(set, curves)))
-            y = [[curve[step] for curve in curves] for step in x]
-            ax.plot(x, [*map(fmean, y)], line, color=color, lw=1.2, label=name)
-            ax.fill_between(x, [*map(min, y)], [*map(max, y)], color=color, alpha=0.15, lw=0)
-        ax.set(title=title, xlabel="step", **({"ylim": (0, 100)} if scale == 100 else {}))
+def figure(runs: list[dict], path: str | Path, measures: list[str]) -> None:
+    """PNG or SVG, by suffix: a panel per measure, a line per run."""
+    rows, columns = -(-len(measures) // 3), min(3, len(measures))
+    fig = new_figure(path, (3.7 * columns, 3.2 * rows + 0.9))
+    for i, measure in enumerate(measures, 1):
+        ax = fig.add_subplot(rows, columns, i, title=TITLES.get(measure, measure), xlabel="step")
+        for j, (label, group) in enumerate(by_label(runs).items()):
+            for run in group:
+                values, name = curve(run, measure), label if run is group[0] else None
+                color = COLORS.get(label, f"C{j}")
+                ax.plot([*values], [*values.values()], color=color, lw=0.8, label=name)
+        ax.set_yscale("log" if measure in LOGARITHMIC else "linear")
         ax.grid(alpha=0.3)
-        if key in LOGARITHMIC:
-            ax.set_yscale("log")
-    what = "a line per run" if collapse else "mean over seeds, band from min to max"
-    fig.suptitle("Preset {} on {}: ".format(*settings[0]) + what)
+    fig.suptitle("Preset {} on {}: a line per run".format(*runs[0]["setting"]))
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     fig.savefig(path)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser("report", description=table.__doc__, allow_abbrev=False)
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser("report", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", help="log files, or folders searched for *.jsonl")
     parser.add_argument("--figure", help="also draw the curves, to a .png or .svg file")
-    parser.add_argument("--collapse", action="store_true", help="ten measures at four moments")
+    parser.add_argument("--measures", help="of step or evaluation lines, separated by commas")
     parser.add_argument("--by", metavar="KNOB", help="pass@1 of modes at values of one knob")
     parser.add_argument("--cross", help="print the cross table of a file that --eval wrote")
     parser.add_argument("--labels", help="only these rows, separated by commas")
     args = parser.parse_args(argv)
+    measures = args.measures.split(",") if args.measures else []
     try:
+        runs = [read_log(path) for path in find_logs(args.paths)]
+        if args.labels:
+            runs = [run for run in runs if run["config"]["label"] in args.labels.split(",")]
+        if not runs and not args.cross:
+            raise ValueError(f"no log of these labels in {args.paths}; name what train.py wrote")
         if args.cross:
             print(cross_table(args.cross))
-        elif not args.paths:
-            raise ValueError("no log given; pass the folders that train.py wrote")
-        if not args.paths:
-            return 0
-        runs = [read_log(path) for path in find_logs(args.paths)]
-        labels = {run["config"]["label"] for run in runs}
-        wanted = set(args.labels.split(",")) if args.labels else labels
-        if not wanted <= labels:
-            raise ValueError(f"no run labelled {sorted(wanted - labels)}, only {sorted(labels)}")
-        runs = [run for run in runs if run["config"]["label"] in wanted]
-        if args.by and args.by not in runs[0]["config"]["config"]:
-            raise ValueError(f"--by: no knob {args.by!r}; see python train.py --help")
-        make = partial(by_knob, knob=args.by) if args.by else table
-        print(collapse_table(runs) if args.collapse else make(runs))
+        elif args.by:
+            print(by_knob(runs, args.by))
+        else:
+            print(by_measure(runs, measures) if measures else table(runs))
         if args.figure:
-            figure(runs, args.figure, args.collapse)
+            figure(runs, args.figure, measures or [*TITLES])
     except (ValueError, OSError) as error:
-        print(f"report: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        parser.exit(2, f"report: error: {error}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,200 +1,130 @@
-"""The paper's claims: each verdict can go the other way, and (slow) each is rerun on tiny."""
+"""The paper's claims on the shipped logs, and the figures of README's rows against these logs."""
 
+import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-import rollout
-from quads_min import analysis, checkpoint, claims, report
-from quads_min.modes import MODES, Arithmetic
+from quads_min import report
+from quads_min.report import difference, points
 
 ROOT = Path(__file__).parent.parent
-PASSED = {"bf16": 90, "fp8": 90, "naive": 10, "w4a16": 88, "w16a4": 50, "qat": 70, "rac": 80,
-          "sym": 40, "quads": 90}  # fmt: skip
+RESULTS = ROOT / "quads_min/results"
+CLAIMS = dict(re.findall(r"^\| (C\d) \| (.*)$", (ROOT / "README.md").read_text(), re.M))
+ERRORS = report.read_lines(RESULTS / "errors_base.jsonl", "errors")[0]["errors"]
 
 
-def rows(gap=0.5, collapsed=5, se=0.5, **changed):
-    """Aggregates of five imagined seeds: pass@1 in percent by mode, gap growing from 0.1."""
-    common = {"gap_mean": (gap, 0), "gap_mean_first": (0.1, 0), "gap_p99": (1, 0), "n": 5}
-    common["gap_p99_first"] = (1, 0)
-    return {
-        mode: common
-        | dict.fromkeys(("deployed", "trainer"), (value / 100, se / 100))
-        | {"collapsed": collapsed * (mode == "naive")}
-        for mode, value in (PASSED | changed).items()
-    }
+def read(*folders):
+    """Runs of these folders, and their aggregates by label."""
+    runs = [report.read_log(path) for path in report.find_logs(folders)]
+    return runs, {name: report.aggregate(group) for name, group in report.by_label(runs).items()}
 
 
-def curve(*means, p99=None, largest=(9, 8, 7)):
-    """RAC ratios 0, 0.5 and 1, by block and by channel the same."""
-    found = [
-        {"ratio": r, "unit": "block", "gap_mean": m}
-        for r, m in zip((0, 0.5, 1), means, strict=True)
-    ]
-    found.append(found[1] | {"unit": "channel"})
-    top = dict(zip((0, 0.5, 1), largest, strict=True))
-    more = [{"gap_p99": p99 or r["gap_mean"], "gap_max": top[r["ratio"]]} for r in found]
-    return {"ratio": [r | m for r, m in zip(found, more, strict=True)]}
+RUNS, ROWS = read(*(RESULTS / name for name in ("base", "switches", "gain", "ratio")))
 
 
-def errors(gauss, layers=None, gap=None):
-    crossing = {"gauss": gauss, "layers": layers, "gap": gap}
-    return {"crossing": crossing, "modes": {m: {"gap_mean": 0.1} for m in MODES}}
+def against_bf16(label, key="deployed", rows=ROWS):
+    """(mean, standard error)."""
+    return difference(rows[label][key], rows["bf16"][key])
 
 
-@pytest.mark.parametrize(
-    ("claim", "verdict"),
-    [
-        (claims.c1(rows(), []), "holds"),
-        (claims.c1(rows(gap=0.05), []), "partly: no growth"),
-        (claims.c1(rows(collapsed=4), []), "does not"),
-        (claims.c2(rows()), "holds, because outliers are planted"),
-        (claims.c2(rows(w16a4=79)), "does not"),  # 11 - 5 * 2 = 1, its error above 3
-        (claims.c4(rows(), errors(0, 0, 0)), "holds"),
-        (claims.c4(rows(), errors(0.03)), "partly: only above the crossing"),
-        (claims.c4(rows(), errors(None)), "does not"),
-        (claims.c5(rows()), "holds"),
-        (claims.c5(rows(rac=89.5)), "partly: quads = rac within two errors"),
-        (claims.c5(rows(qat=30)), "partly: QAT alone recovers little"),
-        (claims.c5(rows(qat=85)), "does not"),
-        (claims.c6(curve(3, 2, 1)), "holds"),
-        (
-            claims.c6(curve(3, 2, 1, largest=(9, 7, 8))),
-            "partly: mean and p99 fall throughout, the max not",
-        ),
-        (claims.c6(curve(3, 1, 2)), "does not"),
-        (claims.c6(curve(3, 1, 2, p99=1)), "partly: not every step falls"),
-        (claims.c7(rows()), "holds"),
-        (claims.c7(rows(quads=80)), "partly: stable, not level"),
-        (claims.c7(rows(quads=20)), "does not"),
-        (claims.c9(rows()), "holds"),
-        (claims.c9(rows(fp8=88)), "partly: stable, more than 1 point below"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else x.name,
-)
-def test_each_verdict_follows_its_rule(claim, verdict):
-    assert claim.verdict == verdict
+def said(claim, *texts):
+    """README's row of the claim has all of these."""
+    assert [text for text in texts if text not in CLAIMS[claim]] == []
 
 
-def test_the_excess_of_c2_and_its_error_by_hand():
-    """w16a4 loses 40, w4a16 2: 40 - 5 * 2 = 30. bf16 enters 1 - 5 = -4 times, and its error 4."""
-    value, se = claims.excess(rows())
-    assert value == pytest.approx(0.30) and se == pytest.approx(0.005 * (1 + 25 + 16) ** 0.5)
+def test_c1_naive_collapses_and_its_gap_grows():
+    naive = [run for run in RUNS if run["config"]["label"] == "naive"]
+    assert ROWS["naive"]["collapsed"] == len(naive) == 5 and not ROWS["bf16"]["collapsed"]
+    for key, text in (("mean", "mean gap x {:.2f} to {:.2f}"), ("p99", "p99 x {:.2f} to {:.1f}")):
+        ends = zip(*(report.tenths(run, f"gap_{key}") for run in naive), strict=True)
+        first, last = (sum(values) / 5 for values in ends)
+        assert last > first
+        said("C1", text.format(last / first, last))
+    curves = [report.curve(run, "trainer") for run in naive]
+    fell = [min(s for s in c if max(c[t] for t in c if t <= s) - c[s] >= 0.2) for c in curves]
+    said("C1", f"by step {', '.join(map(str, sorted(fell)))} (bf16: 0)")
+    said("C1", "**holds", "5 of 5", *(points(ROWS[m]["deployed"]) for m in ("naive", "bf16")))
 
 
-def run(mode, end=True, check=True, trainer="W nvfp4 / A bf16", rollout="W nvfp4 / A nvfp4"):
-    config = {"mode": mode, "rollout": rollout, "trainer": trainer, "label": mode,
-              "config": {"check_weights": check}, "seed": 0, "backend": "torch"}  # fmt: skip
-    steps = [{"step": 30, "seconds": 1, "gap_mean": 1, "gap_p99": 1}]
-    return {"config": config, "steps": steps, "evals": [{"deployed": 1, "trainer": 1}],
-            "end": {"step": 30, "seconds": 1} if end else None}  # fmt: skip
+def test_c2_activation_error_costs_more_than_five_times_weight_error():
+    """bf16 enters with weight 1 - 5. Without outliers both cost the same, swapped the weights."""
+    (a, se_a), (w, se_w), (bf16, se) = (ROWS[m]["deployed"] for m in ("w16a4", "w4a16", "bf16"))
+    excess, error = 5 * w - a - 4 * bf16, (se_a**2 + (5 * se_w) ** 2 + (4 * se) ** 2) ** 0.5
+    assert excess > 2 * error
+    said("C2", "**holds, because outliers are planted", points((excess, error)))
+    for gain, low, high in (("1", -0.01, 0.01), ("0.03125", -1, -0.3)):
+        w, a = (against_bf16(f"{mode}+outlier_gain={gain}") for mode in ("w4a16", "w16a4"))
+        assert low < w[0] - a[0] < high
+        said("C2", f"{points((-w[0], w[1]))} and {points((-a[0], a[1]))}")
 
 
-def test_c3_counts_checked_syncs_alone_and_fails_with_a_run_that_stopped():
-    unchecked = [run("quads", check=False), run("naive", trainer="W bf16 / A bf16")]
-    unchecked.append(run("bf16", trainer="W bf16 / A bf16", rollout="W bf16 / A bf16"))
-    assert "60 syncs of 2 runs" in claims.c3([run("quads"), run("qat"), *unchecked]).ours
-    assert claims.c3([run("quads"), *unchecked]).verdict == "holds"
-    assert claims.c3([run("quads"), run("qat", end=False)]).verdict == "does not"
+def test_c3_weights_were_identical_at_every_sync():
+    """A run that checks its weights ends at the first difference."""
+    sides = [(run, run["config"]["rollout"], run["config"]["trainer"]) for run in RUNS]
+    both = [run for run, a, b in sides if a.startswith("W nvfp4") and b.startswith("W nvfp4")]
+    checked = [run for run in both if run["config"]["config"]["check_weights"]]
+    assert all(run["end"] for run in checked)
+    syncs = sum(run["end"]["step"] for run in checked)
+    said("C3", "**holds", f"{syncs:,} syncs of {len(checked)} runs")
 
 
-# ---- on tiny, about 20 minutes on two cores
+def test_c4_symmetric_qat_is_worse_for_one_gaussian_gemm_above_a_drift_and_nowhere_else():
+    at, (sym, qat) = ERRORS["crossing"], (ERRORS["modes"][m]["gap_mean"] for m in ("sym", "qat"))
+    assert 0.03 < at["gauss"] < 0.04 and at["layers"] is at["gap"] is None
+    assert sym < qat and ROWS["sym"]["trainer"][0] < 0.1 < ROWS["qat"]["trainer"][0]
+    said("C4", "**partly", f"above {100 * at['gauss']:.1f} %", f"{sym:.2f} in sym, {qat:.2f} in")
+    said("C4", *(points(ROWS[m][k]) for m in ("sym", "qat") for k in ("deployed", "trainer")))
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Every mode, seeds 0 and 1: (all runs, their aggregates by label)."""
-    out = tmp_path_factory.mktemp("tiny")
+def test_c5_rac_recovers_most_and_qat_little():
+    naive, qat, rac, quads = (ROWS[m]["deployed"] for m in ("naive", "qat", "rac", "quads"))
+    gain, half = difference(quads, rac), (naive[0] + ROWS["bf16"]["deployed"][0]) / 2
+    assert naive[0] < qat[0] < half < rac[0] < quads[0] and gain[0] < 2 * gain[1]
+    said("C5", "**partly", points(gain, "+.1f"), *map(points, (naive, qat, rac, quads)))
+    said("C5", *(f"{m} {ROWS[m]['collapsed']}/5" for m in ("naive", "qat", "rac", "quads")))
+
+
+@pytest.mark.parametrize("unit", ["block", "channel"])
+def test_c6_mean_and_p99_fall_with_the_ratio_and_the_max_does_not(unit):
+    rows = [row for row in ERRORS["ratio"] if row["unit"] == unit or row["ratio"] in (0, 1)]
+    for key, spec, falls in (("mean", ".3f", True), ("p99", ".2f", True), ("max", ".2f", False)):
+        values = [row[f"gap_{key}"] for row in rows]
+        assert (values == sorted(values, reverse=True)) == falls
+        said("C6", "**partly", f"{key} {' '.join(format(v, spec) for v in values)}")
+
+
+def test_c7_quads_is_stable_and_not_level():
+    (mean, se), own = against_bf16("quads"), against_bf16("quads", "trainer")
+    assert ROWS["quads"]["collapsed"] == 0 and mean > -0.1 and mean + 2 * se < -0.003
+    values = (mean, se), own, against_bf16("quads+rac_ratio=1")
+    said("C7", "**partly", *(points(value, "+.1f") for value in values))
+
+
+def test_c8_nvfp4_weights_take_little_more_than_half_the_bytes_of_fp8():
+    size = {run["config"]["mode"]: run["config"]["weight_bytes"] for run in RUNS}
+    assert size["bf16"] / 2 * 4.5 / 8 == pytest.approx(size["quads"], rel=0.01)
+    said("C8", "**estimate only", f"{16 / 9:.2f} times", f"here {size['fp8'] / size['quads']:.2f}")
+
+
+def test_c9_fp8_is_stable_and_more_than_a_point_below():
+    assert ROWS["fp8"]["collapsed"] == 0 and -0.05 < against_bf16("fp8")[0] < -0.01
+    said("C9", "**partly", "0 of 5", points(against_bf16("fp8"), "+.1f"))
+
+
+@pytest.mark.slow
+def test_the_directions_hold_again_on_tiny(tmp_path):
+    """Every mode, seeds 0 and 1, about 20 minutes on two cores."""
     flags = "--mode all --seeds 0,1 --jobs 2 --preset tiny --device cpu --checkpoint-every 100"
-    command = [sys.executable, "train.py", *flags.split(), "--out", str(out)]
+    command = [sys.executable, "train.py", *flags.split(), "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    runs = [report.read_log(path) for path in report.find_logs([out])]
-    return runs, claims.rows_of(runs)
-
-
-@pytest.fixture(scope="module")
-def gaps():
-    policy, task = checkpoint.load_policy(rollout.SHIPPED / "tiny.pt", Arithmetic())
-    engine = partial(rollout.Engine, backend="torch")
-    return analysis.measure(policy, task, engine, rollout.held_out_prompts(task, 128))
-
-
-@pytest.mark.slow
-def test_c1_naive_collapses_on_both_seeds_and_bf16_on_none(tiny):
-    """The gap does not grow on tiny, where it is as large from the start: not claimed here."""
-    _, rows = tiny
-    assert rows["naive"]["collapsed"] == 2 and rows["bf16"]["collapsed"] == 0
-    assert claims.loss(rows, "naive")[0] > 0.5
+    runs, rows = read(tmp_path)
+    won = {mode: against_bf16(mode, rows=rows)[0] for mode in rows}
+    assert len(runs) == 18 and all(run["end"] for run in runs)
+    assert [rows[mode]["collapsed"] for mode in ("naive", "bf16", "fp8", "quads")] == [2, 0, 0, 0]
     assert rows["naive"]["gap_mean"][0] > 100 * rows["bf16"]["gap_mean"][0]
-
-
-@pytest.mark.slow
-def test_c2_activation_error_costs_more_than_five_times_weight_error(tiny, gaps):
-    """Only because of the planted outliers: equal without them, reversed with 1 / o."""
-    value, se = claims.excess(tiny[1])
-    assert value > se
-    planted, none, weights = gaps["gains"]
-    assert planted["w16a4"] > 2 * planted["w4a16"]
-    assert 2 / 3 < none["w16a4"] / none["w4a16"] < 3 / 2
-    assert weights["w4a16"] > 2 * weights["w16a4"]
-
-
-@pytest.mark.slow
-def test_c3_weights_were_identical_after_every_sync(tiny):
-    claim = claims.c3(tiny[0])
-    assert claim.verdict == "holds" and "2,400 syncs of 6 runs" in claim.ours
-
-
-@pytest.mark.slow
-def test_c4_symmetric_qat_mismatches_less_here_and_learns_nothing(tiny, gaps):
-    """The paper's order holds for one Gaussian GEMM above a drift of 3 to 4 %, and only there."""
-    assert 0.03 < gaps["crossing"]["gauss"] < 0.04
-    assert gaps["modes"]["sym"]["gap_mean"] < gaps["modes"]["qat"]["gap_mean"]
-    assert gaps["modes"]["quads"]["gap_mean"] < gaps["modes"]["sym"]["gap_mean"]
-    assert claims.loss(tiny[1], "sym", "trainer")[0] > 0.5
-
-
-@pytest.mark.slow
-def test_c5_rac_recovers_most_and_qat_adds_to_it(tiny):
-    """On tiny QAT alone recovers nothing that shows over naive, and adds to RAC clearly."""
-    _, rows = tiny
-    assert rows["rac"]["deployed"][0] > rows["qat"]["deployed"][0] + 0.4
-    gain, se = report.difference(rows["quads"]["deployed"], rows["rac"]["deployed"])
-    assert gain > 2 * se and gain > 0.02
-
-
-@pytest.mark.slow
-def test_c6_the_gap_falls_with_the_ratio_by_block_and_by_channel(gaps):
-    """Two of the ratios select the same number of four blocks, so equal is allowed."""
-    assert claims.c6(gaps).verdict in ("holds", "partly: mean and p99 fall throughout, the max not")
-    first, *_, last = gaps["ratio"]
-    assert last["gap_mean"] < first["gap_mean"] / 10
-
-
-@pytest.mark.slow
-def test_c7_quads_is_stable_and_within_ten_points_of_bf16(tiny):
-    """Not within the paper's 0.3."""
-    _, rows = tiny
-    assert rows["quads"]["collapsed"] == 0 and claims.c7(rows).verdict.startswith("partly")
-    assert 0 < claims.loss(rows, "quads")[0] < 0.1 < 0.5 < claims.loss(rows, "naive")[0]
-
-
-@pytest.mark.slow
-def test_c8_expert_weights_take_little_more_than_half_the_bytes_of_fp8(tiny):
-    """The estimate's base: 4 bits + 8 / 16 a weight against 8 bits, and fp8's scale a row."""
-    runs, _ = tiny
-    size = {r["config"]["mode"]: r["config"]["weight_bytes"] for r in runs}
-    weights = size["bf16"] / 2
-    assert size["quads"] / weights == pytest.approx(4.5 / 8, rel=0.01)
-    assert 1 < size["fp8"] / weights < 1 + 4 / 64 + 1e-9
-    assert claims.c8(runs).verdict == "estimate only"
-
-
-@pytest.mark.slow
-def test_c9_fp8_is_stable_and_near_bf16(tiny):
-    """Within 3 points: two seeds with a standard error near half a point each."""
-    _, rows = tiny
-    assert rows["fp8"]["collapsed"] == 0 and abs(claims.loss(rows, "fp8")[0]) < 0.03
+    assert won["w16a4"] < 5 * won["w4a16"] and against_bf16("sym", "trainer", rows)[0] < -0.5
+    assert won["naive"] < -0.5 < won["qat"] + 0.4 < won["rac"] < won["quads"] - 0.02
+    assert -0.1 < won["quads"] < 0 and abs(won["fp8"]) < 0.03
