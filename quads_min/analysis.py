@@ -1,10 +1,10 @@
 """Where the gap comes from: both sides of each mode on the same tokens, compared layer by layer.
 
-    python rollout.py --errors                            the warm start of tiny, under a minute
-    python rollout.py --errors --checkpoint quads_min/checkpoints/base.pt --prompts 512
+    python rollout.py --errors                                      the warm start of tiny
+    python rollout.py --errors quads_min/checkpoints/base.pt        that of base, two minutes
 
 The engine generates as it always does, the trainer reads the result in one pass, as in training,
-and every expert matmul of both notes its calls. `measure` collects, `text` prints, `figure` draws:
+and every expert matmul of both notes its calls. `measure` collects, `text` prints:
 
     gap             log-prob of the trainer - engine's, per sampled token: mean, p99, max of |gap|
     input, output   |engine - trainer| / |trainer|, Frobenius, over all tokens read: of what the
@@ -40,7 +40,6 @@ class Call(NamedTuple):
     consumed: torch.Tensor  # (rows, K) fp32, the input as it was multiplied
     returned: torch.Tensor  # (slots, N) fp32
     lost: torch.Tensor | None = None  # (K / 16,) fp32, energy over live rows
-    chosen: torch.Tensor | None = None  # (K / 16,) bool
 
 
 class Setting(NamedTuple):
@@ -64,16 +63,15 @@ def listen(model: MoETransformer, choose: Callable | None = None, zero_planted: 
         a = linear.arithmetic
         if a.rac_ratio:
             mask = choose(name, x).repeat_interleave(nvfp4.QBLOCK) if choose else None
-            main, extra, mask = nvfp4.encode_with_residual(
+            main, extra, _ = nvfp4.encode_with_residual(
                 x, a.rac_ratio, a.rac_unit, rows=live, mask=mask
             )
             x_hat = Operand(main.planes(), main.global_scale)
             y = grouped_matmul(x_hat, linear.operand, routing, extra.planes())
             lost = (x.float() - main.dequantize()).square()
             lost = lost if live is None else torch.where(live.unsqueeze(1), lost, 0.0)
-            lost, chosen = (t.unflatten(0, (-1, nvfp4.QBLOCK)) for t in (lost.sum(0), mask))
-            consumed = main.dequantize() + extra.dequantize()
-            heard[name].append(Call(consumed, y, lost.sum(1), chosen.any(1)))
+            lost = lost.sum(0).unflatten(0, (-1, nvfp4.QBLOCK)).sum(1)
+            heard[name].append(Call(main.dequantize() + extra.dequantize(), y, lost))
         else:
             y = original(x, routing, live)
             heard[name].append(Call(encode_activation(x, a.activations).value(), y))
@@ -96,7 +94,8 @@ def roll_out(at: Setting, arithmetic: Arithmetic, drift: float = 0.0, **control)
 @torch.no_grad()
 def read(at: Setting, arithmetic: Arithmetic, rollout):
     """The trainer's gap to the engine, its choices (B, L, tokens, top_k), and what was heard."""
-    trainer = remake(at.policy, arithmetic)
+    trainer = make_policy(at.policy.config, arithmetic).to(at.policy.embed.device)
+    trainer.load_state_dict(at.policy.state_dict())
     heard = listen(trainer)
     tokens = torch.cat([at.prompts.to(trainer.embed.device), rollout.tokens[:, :-1]], 1)
     out = trainer(tokens, logits_from=at.task.prompt_len - 1)
@@ -111,15 +110,6 @@ def gap_of(at: Setting, engine: Arithmetic, trainer: Arithmetic, **how) -> dict[
     """The gap between two arithmetics; `how` as in roll_out."""
     rollout, _ = roll_out(at, engine, **how)
     return read(at, trainer, rollout)[0]
-
-
-def remake(policy: MoETransformer, arithmetic: Arithmetic, gain: float | None = None):
-    """The same function in bf16, its experts in `arithmetic`, its planted channels of `gain`."""
-    config = policy.config if gain is None else replace(policy.config, outlier_gain=gain)
-    new = make_policy(config, arithmetic).to(policy.embed.device)
-    planted = {name: o for name, o in new.state_dict().items() if name.endswith("outliers")}
-    new.load_state_dict(policy.state_dict() | (planted if gain else {}))
-    return new
 
 
 def layer_errors(policy, live: torch.Tensor, engine: tuple, trainer: tuple) -> dict[str, list]:
@@ -142,54 +132,26 @@ def layer_errors(policy, live: torch.Tensor, engine: tuple, trainer: tuple) -> d
     return found
 
 
-def held_by_the_chosen(policy: MoETransformer, heard: dict) -> dict[str, list[float]]:
-    """By layer: the share of the residual energy of both GEMMs that lay in RAC's blocks, and of the
-    contaminated blocks that they were, mean over calls."""
-    found = {"gate_up": [], "down": [], "contaminated": []}
-    for i, layer in enumerate(policy.layers):
-        for gemm in ("gate_up", "down"):
-            calls = heard[f"layers.{i}.{gemm}"]
-            kept = sum(call.lost * call.chosen for call in calls).sum()
-            found[gemm].append((kept / sum(call.lost for call in calls).sum()).item())
-        hit = (layer.gate_up.outliers != 1).unflatten(0, (-1, nvfp4.QBLOCK)).any(1)
-        calls = [call for call in heard[f"layers.{i}.gate_up"] if call.lost.sum() > 0]
-        shares = [((hit & c.chosen).sum() / hit.sum().clamp(min=1)).item() for c in calls]
-        found["contaminated"].append(sum(shares) / len(shares))
-    return found
-
-
 def first_half(order: torch.Tensor) -> torch.Tensor:
     """The first blocks of `order` (K / 16,), as many as RAC takes: (K / 16,) bool."""
     taken = order[: nvfp4.selected_groups(len(order), RAC.rac_ratio)]
     return torch.zeros_like(order, dtype=torch.bool).index_fill(0, taken, True)
 
 
-def one_gemm(policy: MoETransformer, inputs: list[torch.Tensor], drift: float) -> dict:
-    """Error of one product whose input drifted by d, relative to x V^: Q(x + d) V^ - Q(x) V^ for
-    symmetric QAT, Q(x + d) V^ - x V^ for asymmetric QAT, the same with RAC in Q.
-
-    "gauss": Gaussian x and V. "layers": gate/up of expert 0 on `inputs`, what the policy feeds it,
-    (rows, D) a layer with o in it; mean over layers. d is relative to the row's rms ahead of o.
-    """
+def one_gemm(drift: float) -> list[float]:
+    """Error of one Gaussian product whose input drifted by d, relative to x V^: Q(x + d) V^ -
+    Q(x) V^ for symmetric QAT, Q(x + d) V^ - x V^ for asymmetric QAT, the same with RAC in Q."""
     generator = torch.Generator().manual_seed(0)
     x, v = torch.randn(2, 512, 256, generator=generator)
-    cases, errors = [(x, torch.ones(256), v)], []
-    for layer, x in zip(policy.layers, inputs, strict=True):
-        rows = torch.randperm(len(x), generator=generator)[:512].to(x.device)
-        o = layer.gate_up.outliers
-        cases.append((x[rows] / o, o, layer.gate_up.scaled_weight()[0].detach()))
-    for x, o, v in cases:
-        v = nvfp4.encode(v.to(torch.bfloat16), "tensor").dequantize()
-        noise = torch.randn(x.shape, generator=generator).to(x.device)
-        moved = x + drift * x.square().mean(1, keepdim=True).sqrt() * noise
-        x, moved = ((t * o).to(torch.bfloat16) for t in (x, moved))
-        main, residual, _ = nvfp4.encode_with_residual(moved, RAC.rac_ratio)
-        y, extra = main.dequantize() @ v.T, residual.dequantize() @ v.T
-        symmetric, plain = nvfp4.encode(x).dequantize() @ v.T, x.float() @ v.T
-        pairs = ((y, symmetric), (y, plain), (y + extra, plain))
-        errors.append([((a - b).norm() / plain.norm()).item() for a, b in pairs])
-    layers = [sum(column) / len(inputs) for column in zip(*errors[1:], strict=True)]
-    return {"gauss": errors[0], "layers": layers}
+    v = nvfp4.encode(v.to(torch.bfloat16), "tensor").dequantize()
+    noise = torch.randn(x.shape, generator=generator)
+    moved = x + drift * x.square().mean(1, keepdim=True).sqrt() * noise
+    x, moved = x.to(torch.bfloat16), moved.to(torch.bfloat16)
+    main, residual, _ = nvfp4.encode_with_residual(moved, RAC.rac_ratio)
+    y, extra = main.dequantize() @ v.T, residual.dequantize() @ v.T
+    symmetric, plain = nvfp4.encode(x).dequantize() @ v.T, x.float() @ v.T
+    pairs = ((y, symmetric), (y, plain), (y + extra, plain))
+    return [((a - b).norm() / plain.norm()).item() for a, b in pairs]
 
 
 def crossing(rows: list[dict], kind: str) -> float | None:
@@ -208,7 +170,7 @@ def measure(policy, task, make_engine: Callable, prompts: torch.Tensor, seed: in
     """Everything that `text` prints, as plain numbers; the arguments are those of Setting."""
     at = Setting(policy, task, make_engine, prompts, seed)
     pairs = {mode: [ARITHMETICS[side] for side in sides] for mode, sides in MODES.items()}
-    result = {"modes": {}, "ratio": [], "drift": [], "controls": {}, "gains": []}
+    result = {"modes": {}, "ratio": [], "drift": [], "controls": {}}
     before = task.prompt_len - 1
     for mode, (engine, trainer) in pairs.items():
         rollout, ours = roll_out(at, engine)
@@ -216,19 +178,14 @@ def measure(policy, task, make_engine: Callable, prompts: torch.Tensor, seed: in
         live = grpo.token_mask(before + rollout.lengths, before + task.max_new_tokens)
         errors = layer_errors(policy, live, (rollout.choice, ours), (choice, theirs))
         result["modes"][mode] = gap | errors
-        if mode == "bf16":  # the trainer's tokens are one call
-            fed = [calls[0].consumed for name, calls in theirs.items() if "gate_up" in name]
-            inputs = [x[live.flatten()] for x in fed]
-        if mode == "quads":
-            result["residual"] = held_by_the_chosen(policy, ours)
     for ratio in RATIOS:
         for unit in ("block", "channel") if 0 < ratio < 1 else ("block",):
             gap = gap_of(at, replace(W4A4, rac_ratio=ratio, rac_unit=unit), W4A16)
             result["ratio"].append({"ratio": ratio, "unit": unit} | gap)
     for drift in DRIFTS:
         gaps = [gap_of(at, *pairs[m], drift=drift)["gap_mean"] for m in ("sym", "qat", "quads")]
-        result["drift"].append({"drift": drift, **one_gemm(policy, inputs, drift), "gap": gaps})
-    result["crossing"] = {k: crossing(result["drift"], k) for k in ("gauss", "layers", "gap")}
+        result["drift"].append({"drift": drift, "gauss": one_gemm(drift), "gap": gaps})
+    result["crossing"] = {k: crossing(result["drift"], k) for k in ("gauss", "gap")}
 
     others = task.sample_prompts(len(prompts), torch.Generator().manual_seed(1))
     _, heard = roll_out(at._replace(prompts=others, seed=seed + 1), RAC)
@@ -248,11 +205,6 @@ def measure(policy, task, make_engine: Callable, prompts: torch.Tensor, seed: in
         "RAC, random mask in every call": forced(choose=drawn),
         "no RAC, planted channels zeroed": gap_of(at, W4A4, W4A16, zero_planted=True),
     }
-    gain = policy.config.outlier_gain
-    for g in sorted({gain, 1.0, 1 / gain}, reverse=True):
-        other = at._replace(policy=remake(policy, Arithmetic(), g))
-        gaps = {m: gap_of(other, *pairs[m])["gap_mean"] for m in ("w4a16", "w16a4", "naive")}
-        result["gains"].append({"gain": g} | gaps)
     return result
 
 
@@ -274,44 +226,15 @@ def text(result: dict) -> str:
             name: [row[f"gap_{c}"] for c in ("mean", "p99", "max")] for name, row in rows.items()
         }
         section(title, ("mean", "p99", "max"), gaps)
-    ablations = ("w4a16", "w16a4", "naive")
-    gains = {f"{row['gain']:g}": [row[mode] for mode in ablations] for row in result["gains"]}
-    section("mean gap by outlier gain", ablations, gains)
-    whats, layers = ("input", "output", "choice"), range(len(result["residual"]["down"]))
+    whats, layers = ("input", "output", "choice"), range(len(modes["bf16"]["input"]))
     errors = {mode: [value for what in whats for value in row[what]] for mode, row in modes.items()}
     section("errors by layer", [f"{what} {i}" for what in whats for i in layers], errors)
-    section("share in RAC's blocks, by layer", layers, result["residual"])
-    rows = {f"{r['drift']:g}": [*r["gauss"], *r["layers"], *r["gap"]] for r in drifts}
-    title = "one Gaussian GEMM, one GEMM of the policy, mean gap of the whole model, by drift"
-    section(title, ("sym", "asym", "+RAC") * 3, rows)
-    at = result["crossing"].values()
+    rows = {f"{r['drift']:g}": [*r["gauss"], *r["gap"]] for r in drifts}
+    title = "error of one Gaussian GEMM, mean gap of the whole model, by drift"
+    section(title, ("sym", "asym", "+RAC") * 2, rows)
+    at = [result["crossing"][kind] for kind in ("gauss", "gap")]
     below = ["at all of these" if drift is None else f"below {drift:.4f}" for drift in at]
     return "\n".join([*lines[:-1], "  sym is below asym: " + "; ".join(below)])
-
-
-def figure(result: dict, path) -> None:
-    """PNG or SVG, by suffix: gap by mode, gap against the RAC ratio, errors against drift."""
-    fig = report.new_figure(path, (15, 3.8))
-    bars, *axes = fig.subplots(1, 4)
-    for mode, row in result["modes"].items():
-        bars.bar(mode, row["gap_mean"], color=report.COLORS.get(mode))
-    bars.set(title="mean |gap| by mode, nats", yscale="log")
-    bars.tick_params("x", rotation=60)
-    for unit in ("block", "channel"):
-        rows = [r for r in result["ratio"] if r["unit"] == unit or r["ratio"] in (0, 1)]
-        for key in ("gap_mean", "gap_p99"):
-            axes[0].plot([r["ratio"] for r in rows], [r[key] for r in rows], label=f"{key}, {unit}")
-    axes[0].set(title="gap of quads against RAC ratio", yscale="log")
-    drifts = [row["drift"] for row in result["drift"]]
-    titles = ("one Gaussian GEMM: relative error", "whole model: mean |gap|, nats")
-    for ax, kind, title in zip(axes[1:], ("gauss", "gap"), titles, strict=True):
-        for i, mode in enumerate(("sym", "qat", "quads")):
-            ys = [row[kind][i] for row in result["drift"]]
-            ax.plot(drifts, ys, color=report.COLORS.get(mode), label=mode)
-        ax.set(title=title, xlabel="engine drift, share of rms")
-    for ax in axes:
-        ax.legend(frameon=False, fontsize=8)
-    fig.savefig(path)
 
 
 def main() -> None:

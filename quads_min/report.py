@@ -2,7 +2,6 @@
 
     python -m quads_min.report runs --figure out.png             a row per label, a line per run
     python -m quads_min.report runs --measures entropy,length    the same of any other measure
-    python -m quads_min.report runs --by lr                      modes against values of one knob
     python -m quads_min.report --cross cross.jsonl               policies against arithmetics
 
 pass@1, the mean of a run's last 5 evaluations, is measured twice, as two things fail differently:
@@ -195,25 +194,9 @@ def by_measure(runs: list[dict], measures: list[str]) -> str:
     return markdown("label", rows)
 
 
-def by_knob(runs: list[dict], knob: str) -> str:
-    """A row per mode: pass@1 deployed at values of one knob, all else as in the preset."""
-    found = {}
-    for label, group in by_label(runs).items():
-        mode, value = group[0]["config"]["mode"], group[0]["config"]["config"].get(knob)
-        if value is None:
-            raise ValueError(f"no knob {knob!r}; see python train.py --help")
-        if label in (mode, f"{mode}+{knob}={value:g}"):
-            a = aggregate(group)
-            fell = f", {a['collapsed']} collapsed" if a["collapsed"] else ""
-            found[mode, value] = f"{points(a['deployed'])} ({a['n']}){fell}"
-    values = sorted({value for _, value in found})
-    rows = {mode: {f"{v:g}": found.get((mode, v), "-") for v in values} for mode, _ in found}
-    return markdown(knob, rows)
-
-
 def cross_table(path: str | Path) -> str:
     """A row per mode of training, a column per arithmetic (bold: the mode's own), from the lines of
-    `rollout.py --eval ... --log`."""
+    `rollout.py CHECKPOINT ... --arithmetic all --log`."""
     groups, rows = {}, {}
     for line in read_lines(path, "pass@1"):
         folder = line["checkpoint"].split("/")[0]
@@ -227,21 +210,15 @@ def cross_table(path: str | Path) -> str:
     return markdown("trained in", rows)
 
 
-def new_figure(path: str | Path, size: tuple[float, float]):
-    """An empty matplotlib figure for `path`; ValueError where it cannot be drawn or written."""
+def figure(runs: list[dict], path: str | Path, measures: list[str]) -> None:
+    """PNG or SVG, by suffix: a panel per measure, a line per run."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("figure needs matplotlib: pip install -e '.[plot]'") from None
-    if Path(path).suffix not in (".png", ".svg"):
-        raise ValueError(f"figure: expected a name ending in .png or .svg, got {path}")
-    return Figure(figsize=size, dpi=100, layout="constrained")
-
-
-def figure(runs: list[dict], path: str | Path, measures: list[str]) -> None:
-    """PNG or SVG, by suffix: a panel per measure, a line per run."""
+        raise ValueError("--figure needs matplotlib: pip install -e '.[plot]'") from None
     rows, columns = -(-len(measures) // 3), min(3, len(measures))
-    fig = new_figure(path, (3.7 * columns, 3.2 * rows + 0.9))
+    size = (3.7 * columns, 3.2 * rows + 0.9)
+    fig = Figure(figsize=size, dpi=100, layout="constrained")
     for i, measure in enumerate(measures, 1):
         ax = fig.add_subplot(rows, columns, i, title=TITLES.get(measure, measure), xlabel="step")
         for j, (label, group) in enumerate(by_label(runs).items()):
@@ -262,8 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("paths", nargs="*", help="log files, or folders searched for *.jsonl")
     parser.add_argument("--figure", help="also draw the curves, to a .png or .svg file")
     parser.add_argument("--measures", help="of step or evaluation lines, separated by commas")
-    parser.add_argument("--by", metavar="KNOB", help="pass@1 of modes at values of one knob")
-    parser.add_argument("--cross", help="print the cross table of a file that --eval wrote")
+    parser.add_argument("--cross", help="print the cross table of what rollout.py --log wrote")
     parser.add_argument("--labels", help="only these rows, separated by commas")
     args = parser.parse_args(argv)
     measures = args.measures.split(",") if args.measures else []
@@ -275,8 +251,6 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"no log of these labels in {args.paths}; name what train.py wrote")
         if args.cross:
             print(cross_table(args.cross))
-        elif args.by:
-            print(by_knob(runs, args.by))
         else:
             print(by_measure(runs, measures) if measures else table(runs))
         if args.figure:

@@ -1,5 +1,6 @@
 """analysis.py: listening in changes nothing, and what it reports can be recomputed by hand."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -37,7 +38,7 @@ def test_two_equal_sides_have_no_error_and_a_changed_expert_shows(at):
                       for c in calls] for name, calls in heard.items()}  # fmt: skip
     same = analysis.layer_errors(at.policy, live, (choice.flip(-1), flipped), (choice, heard))
     assert same == dict.fromkeys(("input", "output", "choice"), [0.0] * 3)
-    other = analysis.remake(at.policy, Arithmetic())
+    other = copy.deepcopy(at.policy)
     with torch.no_grad():
         other.layers[1].down.weight *= 2
     _, *changed = analysis.read(at._replace(policy=other), Arithmetic(), completions)
@@ -46,13 +47,7 @@ def test_two_equal_sides_have_no_error_and_a_changed_expert_shows(at):
     assert found["output"][1] == pytest.approx(0.5)
 
 
-def test_other_gains_are_the_same_function_in_bf16_and_zeroed_channels_are_zero(at):
-    """Powers of two on both sides of a product: o -> 1 / o and no o at all change no bit."""
-    completions, _ = analysis.roll_out(at, Arithmetic())
-    gap, *_ = analysis.read(at, Arithmetic(), completions)
-    for gain in (1.0, 1 / 32):
-        other = at._replace(policy=analysis.remake(at.policy, Arithmetic(), gain))
-        assert analysis.read(other, Arithmetic(), completions)[0] == gap
+def test_planted_channels_can_be_zeroed(at):
     _, heard = analysis.roll_out(at, analysis.W4A4, zero_planted=True)
     planted = at.policy.layers[0].gate_up.outliers != 1
     x = torch.cat([call.consumed for call in heard["layers.0.gate_up"]])
@@ -77,13 +72,11 @@ def test_a_crossing_is_interpolated_or_absent():
     assert analysis.crossing(rows[:1], "x") is None
 
 
-def test_the_command_logs_prints_and_draws(monkeypatch, tmp_path, capsys):
+def test_the_command_logs_and_prints(monkeypatch, tmp_path, capsys):
     """No RAC, its default and no drift are the same numbers wherever they occur."""
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(analysis, "DRIFTS", (0.0, 0.1))
-    log, png = tmp_path / "errors.jsonl", tmp_path / "x.png"
-    flags = f"--errors --prompts 8 --device cpu --log {log} --figure {png}".split()
-    assert rollout.cli(flags) == 0 and png.stat().st_size > 10_000
+    log = tmp_path / "errors.jsonl"
+    assert rollout.cli(f"--errors --prompts 8 --device cpu --log {log}".split()) == 0
     printed = capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["analysis", str(log)])
     analysis.main()

@@ -66,10 +66,9 @@ def test_only_the_last_line_may_be_broken_and_a_config_must_be_there(tmp_path):
 
 def test_tables_order_average_and_name_what_they_leave_out(tmp_path):
     """bf16 at 58 and 62: std 2.83, se 2.0. naive, one seed, at 40: -20, and no se."""
-    for label, seed, lost in [("quads", 0, 0.1), ("quads", 1, 0.1), ("naive+lr=0.0003", 0, 0.3),
+    for label, seed, lost in [("quads", 0, 0.1), ("quads", 1, 0.1), ("naive+tis", 0, 0.3),
                               ("naive", 0, 0.3), ("bf16", 0, 0.12), ("bf16", 1, 0.08)]:  # fmt: skip
-        knobs = {"lr": 3e-4} if "lr" in label else {}
-        write_log(tmp_path / f"{label}-{seed}", label, seed, lost=lost, **knobs)
+        write_log(tmp_path / f"{label}-{seed}", label, seed, lost=lost)
     dead = write_log(tmp_path / "dead", "naive", 1, end=False)
     dead.write_text(dead.read_text() + '{"event": "error", "step": 21, "message": "a nan"}\n')
     shown = report.table(runs_in(tmp_path))
@@ -78,10 +77,6 @@ def test_tables_order_average_and_name_what_they_leave_out(tmp_path):
     assert bf16[3:6] == ["60.0 ± 2.0 (n = 2)", "70.0 ± 0.0", "-"]
     assert naive[:6] == ["naive", "W4", "W16", "40.0 ± - (n = 1)", "70.0 ± -", "-20.0 ± -"]
     assert quads[5:] == ["+0.0 ± 2.0", "0.055 -> 0.975", "0/2", "1.5"]
-    by_knob = cells(report.by_knob(runs_in(tmp_path), "lr"))
-    assert by_knob[0] == ["lr", "0.0001", "0.0003"]
-    assert by_knob[3] == ["naive", "40.0 ± - (1)", "40.0 ± - (1)"]
-    assert by_knob[4] == ["quads", "60.0 ± 0.0 (2)", "-"]
     changes = cells(report.by_measure(runs_in(tmp_path), ["gap_mean", "trainer"]))
     assert changes[-1] == ["quads", "2", "0.055 -> 0.975", "0.4 -> 0.85"]
 
@@ -110,7 +105,6 @@ def test_the_command_prints_and_draws_or_ends_in_one_line(tmp_path, capsys, monk
     folder = str(write_log(tmp_path).parent)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for flags, said in (([f"{folder}/no"], "no log"), ([folder, "--labels", "quad"], "no log"),
-                        ([folder, "--by", "x"], "no knob 'x'"),
                         ([folder, "--measures", "x"], "holds x"),
                         ([folder, "--figure", "x.png"], r"pip install -e '.[plot]'")):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
