@@ -1,28 +1,25 @@
 """The policy: a pre-norm MoE transformer (RoPE, SwiGLU experts, softmax router, top-k).
 
-There is one definition of the architecture. What differs between rollout engine and trainer comes
-in as arguments: the expert matmul (`linear`, a subclass of ExpertLinear), the dtype of the
-residual stream and that of the dense weights. Both sides compute attention and output head with
-bf16 operands and fp32 accumulation, and router, norms, softmax, top-k combine and logits in fp32.
-
     h += attention(norm(h))          x = norm(h)
     h += sum over the token's top-k experts e of gate_e * down_e(silu(a) * b), [a, b] = gate_up_e(x)
     gate = softmax(router(x)) of these experts, renormalized to sum 1
 
-Routing is sparse. A *slot* is one (token, chosen expert) pair, S = T * top_k of them. A counting
-sort deals the slots into tiles of `tile_rows` rows, each tile of one expert, unused rows left
-empty, so that all experts run as one batched matmul whose shape depends on shapes alone: no loop
-over experts, no host sync, no atomics, and it can live in a CUDA graph.
+Engine and trainer share this definition; arguments bring what differs: the expert matmul (`linear`,
+a subclass of ExpertLinear) and the dtype of the residual stream. On both sides attention and output
+head have bf16 operands and fp32 sums; router, norms, softmax, combine and logits are fp32.
+
+Routing. A *slot* is one (token, chosen expert) pair. A counting sort deals the slots into tiles,
+each of one expert, so that all experts run as one batched matmul. Its shape depends on shapes
+alone: no loop over experts, no host sync, no atomics, fit for a CUDA graph.
 
     slots     e1 e0 e1 e2 e1 e0          expert_of_tile   0      1      1     2     (unused)
     tiles of 2 rows:                     slot_of_row    [1 5]  [0 2]  [4 .] [3 .]  [. .]  ...
 
-Outlier channels. Large models grow a few activation channels 20 to 100 times larger than the
-rest; a toy does not, so they are planted: a fixed vector o (ones, but a power of two on a few
-channels) multiplies the experts' input and divides the matching columns of gate_up, (x * o) (W /
-o)^T. The function is unchanged, to the bit in bf16; a quantizer sees x * o and V = W / o, and the
-large channel's 16-block neighbours lose their resolution. Next: qat.py, for the trainer's
-ExpertLinear.
+Outliers. Large models grow a few activation channels 20 to 100 times larger than the rest; a toy
+does not, so they are planted: a vector o (ones, but a power of two on a few channels) multiplies
+the experts' input and divides gate_up's columns, (x * o) (W / o)^T. The function is unchanged, to
+the bit in bf16; a quantizer sees x * o and W / o, and the large channel's neighbours in its
+16-block lose their resolution. Next: qat.py, for the trainer's ExpertLinear.
 """
 
 from collections.abc import Callable
@@ -39,8 +36,6 @@ from quads_min.nvfp4 import QBLOCK
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the policy; the letters are those of quads_min/__init__.py."""
-
     vocab: int
     max_len: int
     width: int = 128
@@ -54,32 +49,22 @@ class ModelConfig:
     outlier_seed: int = 0
 
     def __post_init__(self):
-        for name in ("width", "expert_width"):
-            if getattr(self, name) % QBLOCK or getattr(self, name) < QBLOCK:
-                raise ValueError(
-                    f"{name} must be a positive multiple of {QBLOCK} (QBLOCK), "
-                    f"got {getattr(self, name)}"
-                )
-        if self.heads < 1 or self.width % (2 * self.heads):
-            raise ValueError(f"width={self.width} must be a multiple of 2 * heads={2 * self.heads}")
-        if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k must lie in 1..experts={self.experts}, got {self.top_k}")
-        if self.outlier_gain <= 0 or torch.tensor(self.outlier_gain).frexp().mantissa != 0.5:
-            raise ValueError(
-                f"outlier_gain must be a power of two (else it changes the bf16 function), "
-                f"got {self.outlier_gain}"
-            )
-        if not 0 <= self.outlier_channels <= self.width:
-            raise ValueError(
-                f"outlier_channels must lie in 0..width={self.width}, got {self.outlier_channels}"
-            )
+        width, blocks = self.width, f"a positive multiple of {QBLOCK}"
+        mantissa = torch.tensor(self.outlier_gain).frexp().mantissa
+        for name, fits, rule in (
+            ("width", width > 0 and width % QBLOCK == 0, blocks),
+            ("expert_width", self.expert_width > 0 and self.expert_width % QBLOCK == 0, blocks),
+            ("heads", self.heads > 0 and width % (2 * self.heads) == 0, "a divisor of width / 2"),
+            ("top_k", 1 <= self.top_k <= self.experts, f"from 1 to experts={self.experts}"),
+            ("outlier_gain", mantissa == 0.5, "a power of two, else it changes the bf16 function"),
+            ("outlier_channels", 0 <= self.outlier_channels <= width, f"from 0 to {width=}"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
 
 def plant_outliers(config: ModelConfig) -> torch.Tensor:
-    """o for every layer: (L, D) fp32, `outlier_gain` on the planted channels, else 1.
-
-    The channels are dealt round-robin over the 16-blocks in random order, from a fixed seed.
-    """
+    """o of every layer, (L, D): dealt round-robin over the 16-blocks, in seeded random order."""
     generator = torch.Generator().manual_seed(config.outlier_seed)
     o = torch.ones(config.layers, config.width)
     for row in o:
@@ -92,19 +77,16 @@ def plant_outliers(config: ModelConfig) -> torch.Tensor:
 
 def contaminated_blocks(o: torch.Tensor) -> tuple[int, int]:
     """How many 16-blocks hold a planted channel, and how many there are, over all layers."""
-    hit = (rearrange(o, "l (b k) -> l b k", k=QBLOCK) != 1).any(-1)
+    hit = (o.unflatten(-1, (-1, QBLOCK)) != 1).any(-1)
     return int(hit.sum()), hit.numel()
-
-
-# ---- sparse routing
 
 
 class Routing(NamedTuple):
     """Where every slot goes. Built once per layer, used by both expert GEMMs."""
 
     expert_of_tile: torch.Tensor  # (tiles,) int64; unused tiles name the last expert
-    slot_of_row: torch.Tensor  # (tiles * tile_rows,) int64; S marks an empty row
-    row_of_slot: torch.Tensor  # (S,) int64
+    slot_of_row: torch.Tensor  # (tiles * tile_rows,) int64; an empty row: the number of slots
+    row_of_slot: torch.Tensor  # (slots,) int64
     experts: int
     top_k: int
 
@@ -118,22 +100,19 @@ class Routing(NamedTuple):
 
 
 def route(choice: torch.Tensor, experts: int, least: int = 8, most: int = 128) -> Routing:
-    """Deal the slots of `choice` (T, top_k) int64 into one-expert tiles, by slot number."""
-    expert = choice.flatten()  # (S,)
-    S = expert.numel()
-    tile_rows = least  # grows with S / E: padding stays small beside the slots, tiles stay few
-    while tile_rows < most and tile_rows * 4 * experts < S:
+    """Deal the slots of `choice` (tokens, top_k) int64 into one-expert tiles, by slot number."""
+    expert, slots, device = choice.flatten(), choice.numel(), choice.device
+    tile_rows = least  # grows with slots / experts: little padding beside the slots, few tiles
+    while tile_rows < most and tile_rows * 4 * experts < slots:
         tile_rows *= 2
-    tiles = max(1, -(-S // tile_rows) + min(experts, S))  # enough for any routing
-    experts_column = torch.arange(experts, device=expert.device).unsqueeze(1)
-    seen = (expert == experts_column).cumsum(1)  # (E, S); along rows a GPU scans 100 times faster
+    tiles = max(1, -(-slots // tile_rows) + min(experts, slots))  # enough for any routing
+    seen = (expert == torch.arange(experts, device=device).unsqueeze(1)).cumsum(1)  # (E, slots)
     rank = seen.gather(0, expert.unsqueeze(0)).squeeze(0) - 1  # place among the expert's slots
     tile_end = ((seen[:, -1:] + tile_rows - 1) // tile_rows).sum(1).cumsum(0)  # (E,)
-    first_tile = F.pad(tile_end, (1, 0))[expert]
-    row_of_slot = first_tile * tile_rows + rank
-    slot_of_row = torch.full((tiles * tile_rows,), S, device=expert.device)
-    slot_of_row.scatter_(0, row_of_slot, torch.arange(S, device=expert.device))
-    tile = torch.arange(tiles, device=expert.device)
+    row_of_slot = F.pad(tile_end, (1, 0))[expert] * tile_rows + rank
+    slot_of_row = torch.full((tiles * tile_rows,), slots, device=device)
+    slot_of_row.scatter_(0, row_of_slot, torch.arange(slots, device=device))
+    tile = torch.arange(tiles, device=device)
     expert_of_tile = torch.searchsorted(tile_end, tile, right=True).clamp(max=experts - 1)
     return Routing(expert_of_tile, slot_of_row, row_of_slot, experts, choice.shape[1])
 
@@ -142,11 +121,11 @@ def to_tiles(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Rows to (tiles, tile_rows, K). x has a row per token (read top_k times) or one per slot."""
     padded = F.pad(x, (0, 0, 0, 1))  # the zero row that empty tile rows read
     rows = padded.index_select(0, routing.slot_of_row // routing.slots_per_row(x))
-    return rows.view(routing.expert_of_tile.numel(), routing.tile_rows, x.shape[1])
+    return rows.unflatten(0, (-1, routing.tile_rows))
 
 
 def from_tiles(y: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """(tiles, tile_rows, N) to (S, N), in order of slot number."""
+    """(tiles, tile_rows, N) to (slots, N), in order of slot number."""
     return y.flatten(0, 1).index_select(0, routing.row_of_slot)
 
 
@@ -157,11 +136,8 @@ def sum_per_expert(per_tile: torch.Tensor, routing: Routing) -> torch.Tensor:
     return (hit @ per_tile.flatten(1)).unflatten(1, per_tile.shape[1:])
 
 
-# ---- the layers
-
-
 class ExpertLinear(nn.Module):
-    """The routed experts' matmul, y = (x * o) (W / o)^T; subclasses bring weights and `product`."""
+    """The experts' matmul, y = (x * o) (W / o)^T; a subclass brings weights and their `product`."""
 
     def __init__(self, experts: int, n: int, k: int, outliers: torch.Tensor | None):
         super().__init__()
@@ -170,25 +146,20 @@ class ExpertLinear(nn.Module):
         self.register_buffer("poison", torch.zeros(()), persistent=False)  # NaN once an input was
 
     def forward(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
-        """x (rows, K) fp32, a row per token or per slot; live (rows,) bool. Returns (S, N) fp32."""
+        """x (rows, K) fp32, a row per token or slot; live (rows,) bool. Returns (slots, N) fp32."""
         if self.outliers is not None:
             x = x * self.outliers
         self.poison += x.detach().sum() * 0.0  # inf * 0 and NaN * 0 are NaN; read once a step
         return self.product(x.to(torch.bfloat16), routing, live)
 
-    def product(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class Cache(NamedTuple):
-    """One layer's KV cache: k and v (B, H, max_len, D / H) bf16."""
-
-    k: torch.Tensor
-    v: torch.Tensor
+    k: torch.Tensor  # one layer's keys, (B, H, max_len, D / H) bf16
+    v: torch.Tensor  # and values
 
 
 class Output(NamedTuple):
-    logits: torch.Tensor  # (B, T, V) fp32
+    logits: torch.Tensor  # (B, T, vocab) fp32
     choice: list[torch.Tensor]  # per layer, (B * T, top_k) int64: the experts taken
     router_probs: list[torch.Tensor]  # per layer, (B * T, E) fp32
     hidden: torch.Tensor  # (B, T, D), the residual stream that the logits are made from
@@ -203,24 +174,11 @@ def matmul_bf16(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x.to(torch.bfloat16).float(), w.to(torch.bfloat16).float())
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE: turn the pairs (x[i], x[i + d/2]) of x (..., T, d); cos and sin (T, d/2)."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
 class Layer(nn.Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        o: torch.Tensor,
-        linear: Callable[..., ExpertLinear],
-        route: Callable[[torch.Tensor, int], Routing],
-    ):
+    def __init__(self, config: ModelConfig, o: torch.Tensor, linear: Callable, route: Callable):
         super().__init__()
-        self.route = route
         D, E, width = config.width, config.experts, config.expert_width
-        self.heads, self.top_k, self.experts = config.heads, config.top_k, E
+        self.heads, self.top_k, self.experts, self.route = config.heads, config.top_k, E, route
         self.attn_norm = nn.Parameter(torch.ones(D))
         self.qkv = nn.Parameter(torch.randn(3 * D, D) * D**-0.5)
         self.out = nn.Parameter(torch.randn(D, D) * D**-0.5)
@@ -229,65 +187,44 @@ class Layer(nn.Module):
         self.gate_up = linear(E, 2 * width, D, o)  # one matrix, one global scale
         self.down = linear(E, D, width, None)
 
-    def attention(
-        self, h: torch.Tensor, turn: torch.Tensor, start: int, cache: Cache | None
-    ) -> torch.Tensor:
-        x = F.rms_norm(h.float(), h.shape[-1:], self.attn_norm, 1e-6)  # (B, T, D) fp32
+    def forward(self, h, turn, start, cache, live, replay):
+        """h (B, T, D), turn: cos and sin of its positions -> h, experts taken, router probs."""
+        x = F.rms_norm(h.float(), h.shape[-1:], self.attn_norm, 1e-6)
         heads = rearrange(matmul_bf16(x, self.qkv), "b t (n h d) -> n b h t d", n=3, h=self.heads)
-        q, k = rotate(heads[:2], *turn).to(torch.bfloat16)
-        v = heads[2].to(torch.bfloat16)
-        T = q.shape[2]
+        (a, b), (cos, sin) = heads[:2].chunk(2, -1), turn  # RoPE turns the pairs (x[i], x[i + d/2])
+        q, k = torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(torch.bfloat16)
+        v, end = heads[2].to(torch.bfloat16), start + h.shape[1]
         if cache is not None:
-            cache.k[:, :, start : start + T] = k
-            cache.v[:, :, start : start + T] = v
-            k, v = cache.k[:, :, : start + T], cache.v[:, :, : start + T]
-        scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5  # (B, H, T, start + T) fp32
-        if T > 1:
-            future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(start + 1)
-            scores = scores.masked_fill(future, -torch.inf)
-        probs = scores.softmax(-1).to(torch.bfloat16)
+            cache.k[:, :, start:end], cache.v[:, :, start:end] = k, v
+            k, v = cache.k[:, :, :end], cache.v[:, :, :end]
+        scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5  # (B, H, T, end) fp32
+        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(start + 1)
+        probs = scores.masked_fill(future, -torch.inf).softmax(-1).to(torch.bfloat16)
         y = rearrange(probs.float() @ v.float(), "b h t d -> b t (h d)")
-        return matmul_bf16(y, self.out)  # (B, T, D) fp32
+        h = (h + matmul_bf16(y, self.out)).to(h.dtype)
 
-    def moe(
-        self, h: torch.Tensor, live: torch.Tensor | None, replay: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = F.rms_norm(h.float(), h.shape[-1:], self.ffn_norm, 1e-6).flatten(0, 1)  # (T, D) fp32
-        probs = F.linear(x, self.router).softmax(-1)  # (T, E) fp32
+        x = F.rms_norm(h.float(), h.shape[-1:], self.ffn_norm, 1e-6).flatten(0, 1)  # (B * T, D)
+        probs = F.linear(x, self.router).softmax(-1)  # (B * T, E) fp32
         choice = probs.topk(self.top_k, sorted=False).indices if replay is None else replay
-        gate = probs.gather(1, choice)  # (T, top_k): dense probabilities of the choice,
+        gate = probs.gather(1, choice)  # (B * T, top_k): dense probabilities of the choice,
         gate = gate / gate.sum(1, keepdim=True)  # renormalized, so a replayed router keeps gradient
         routing = self.route(choice, self.experts)
-        a, b = self.gate_up(x, routing, live).chunk(2, -1)  # (S, F) fp32 each
-        slot_live = (
-            None if live is None else live.repeat_interleave(self.top_k, output_size=choice.numel())
-        )
-        y = self.down(F.silu(a) * b, routing, slot_live)  # (S, D) fp32
-        y = (y.unflatten(0, choice.shape) * gate.unsqueeze(-1)).sum(1)
-        return y.view(h.shape), choice, probs
-
-    def forward(self, h, turn, start, cache, live, replay):
-        h = (h + self.attention(h, turn, start, cache)).to(h.dtype)
-        y, choice, probs = self.moe(h, live, replay)
-        return (h + y).to(h.dtype), choice, probs
+        a, b = self.gate_up(x, routing, live).chunk(2, -1)  # (slots, F) fp32 each
+        slot_live = None if live is None else live.unsqueeze(1).expand_as(choice).flatten()
+        y = self.down(F.silu(a) * b, routing, slot_live).unflatten(0, choice.shape)
+        y = (y * gate.unsqueeze(-1)).sum(1)  # (B * T, D) fp32
+        return (h + y.view(h.shape)).to(h.dtype), choice, probs
 
 
 class MoETransformer(nn.Module):
-    """The policy. `linear(E, n, k, o)` makes an expert matmul: the side's arithmetic.
-
-    `route(choice, E)` deals the slots: the function of this module, or a faster one.
-    """
+    """`linear(E, n, k, o)` makes an expert matmul: the side's arithmetic. `route`: as above."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        linear: Callable[..., ExpertLinear],
-        residual_dtype: torch.dtype = torch.float32,
-        route: Callable[[torch.Tensor, int], Routing] = route,
-    ):
+        self, config: ModelConfig, linear: Callable[..., ExpertLinear],
+        residual_dtype: torch.dtype = torch.float32, route: Callable[..., Routing] = route,
+    ):  # fmt: skip
         super().__init__()
-        self.config, self.residual_dtype = config, residual_dtype
-        D = config.width
+        self.config, self.residual_dtype, D = config, residual_dtype, config.width
         self.embed = nn.Parameter(torch.randn(config.vocab, D))
         self.layers = nn.ModuleList(Layer(config, o, linear, route) for o in plant_outliers(config))
         self.norm = nn.Parameter(torch.ones(D))
@@ -295,8 +232,7 @@ class MoETransformer(nn.Module):
         half = D // config.heads // 2
         frequencies = 10_000.0 ** (-torch.arange(half) / half)
         angles = torch.arange(config.max_len).unsqueeze(1) * frequencies  # (max_len, D / H / 2)
-        turn = torch.stack([angles.cos(), angles.sin()])  # (2, max_len, D / H / 2)
-        self.register_buffer("turn", turn, persistent=False)
+        self.register_buffer("turn", torch.stack([angles.cos(), angles.sin()]), persistent=False)
 
     def expert_linears(self) -> dict[str, ExpertLinear]:
         """All expert matmuls by name, such as 'layers.0.gate_up'."""
@@ -304,38 +240,27 @@ class MoETransformer(nn.Module):
 
     def nonfinite(self) -> list[str]:
         """Names of weights that hold inf or NaN, and of expert inputs that did since the start."""
-        poison = torch.stack([m.poison for m in self.expert_linears().values()])
-        weights = torch.nn.utils.get_total_norm(self.parameters())
-        if torch.isfinite(poison.sum() + weights):  # one device sync on the healthy path
+        tensors = {f"input of {n}": m.poison for n, m in self.expert_linears().items()}
+        tensors |= dict(self.named_parameters())
+        if nn.utils.get_total_norm(tensors.values()).isfinite():  # one device sync
             return []
-        inputs = [f"input of {n}" for n, m in self.expert_linears().items() if m.poison.isnan()]
-        return inputs + [n for n, p in self.named_parameters() if not torch.isfinite(p).all()]
+        return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
 
     def new_cache(self, B: int) -> list[Cache]:
-        """An empty KV cache for B sequences, one Cache a layer."""
         c = self.config
-        shape = (2, c.layers, B, c.heads, c.max_len, c.width // c.heads)
-        k, v = torch.zeros(shape, dtype=torch.bfloat16, device=self.embed.device)
-        return [Cache(*kv) for kv in zip(k, v, strict=True)]
+        shape = (c.layers, 2, B, c.heads, c.max_len, c.width // c.heads)
+        cache = torch.zeros(shape, dtype=torch.bfloat16, device=self.embed.device)
+        return [Cache(*layer) for layer in cache]
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        start: int = 0,
-        cache: list[Cache] | None = None,
-        live: torch.Tensor | None = None,
-        replay: torch.Tensor | None = None,
-        logits_from: int = 0,
+        tokens: torch.Tensor,  # (B, T), at positions start, start + 1, ...
+        start: int = 0,  # above 0 it needs a cache
+        cache: list[Cache] | None = None,  # holds the past; these positions are written
+        live: torch.Tensor | None = None,  # (B, T) bool: tokens whose error RAC looks at; None: all
+        replay: torch.Tensor | None = None,  # (L, B * T, top_k) int64: experts to take
+        logits_from: int = 0,  # logits are for tokens[:, logits_from:] alone
     ) -> Output:
-        """One pass over tokens (B, T) at positions start, start + 1, ...
-
-        Args:
-            start: position of tokens[:, 0]; above 0 it needs `cache`, which holds the past.
-            cache: written at these positions, read up to them; None: tokens see each other alone.
-            live: (B, T) bool, which tokens count when RAC chooses its channels; None: all.
-            replay: (L, B * T, top_k) int64, the expert choices to take instead of the router's.
-            logits_from: compute logits for tokens[:, logits_from:] alone.
-        """
         h = F.embedding(tokens, self.embed).to(self.residual_dtype)  # (B, T, D)
         turn = self.turn[:, start : start + tokens.shape[1]]
         live = None if live is None else live.flatten()

@@ -1,9 +1,8 @@
 """The modes: which arithmetic the rollout engine runs and which the trainer runs.
 
-An *arithmetic* says how the routed experts' two GEMMs take their weights (W) and activations (A).
-A mode is a pair of them, so that every ablation is one row of a table and no code asks for a mode
-by name. WxAy in a name counts bits, as usual: w4a16 is NVFP4 weights with bf16 activations.
-Next: grpo.py.
+An *arithmetic* says how the routed experts' two GEMMs take their weights (W) and activations (A):
+bf16, fp8 (E4M3, a scale per row) or nvfp4. A mode is a pair of them, so that every ablation is one
+row of a table and no code asks for a mode by name. WxAy in a name counts bits. Next: grpo.py.
 """
 
 from dataclasses import dataclass
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Of the experts' GEMMs. bf16 | fp8 (E4M3, a scale per row) | nvfp4, and RAC on top."""
-
     weights: str = "bf16"
     activations: str = "bf16"
     rac_ratio: float = 0.0  # share of the channels whose residual is compensated; 0: no RAC
@@ -43,15 +40,14 @@ ARITHMETICS = {
     "w4a4+rac": Arithmetic("nvfp4", "nvfp4", rac_ratio=0.5),
 }
 
-#   mode:   (rollout,    trainer)     names in ARITHMETICS
-MODES = {
+MODES = {  # (rollout engine, trainer): names in ARITHMETICS
     "bf16": ("bf16", "bf16"),  # the baseline: its gap is the floor
     "fp8": ("fp8", "fp8"),  # the usual low-precision RL
-    "naive": ("w4a4", "bf16"),  # what collapses
+    "naive": ("w4a4", "bf16"),  # NVFP4 rollouts with nothing done about it: what collapses
     "w4a16": ("w4a16", "bf16"),  # ablation: weight error alone
     "w16a4": ("w16a4", "bf16"),  # ablation: activation error alone
-    "qat": ("w4a4", "w4a16"),  # asymmetric QAT alone
-    "rac": ("w4a4+rac", "bf16"),  # RAC alone
+    "qat": ("w4a4", "w4a16"),  # the trainer's half of the method: asymmetric QAT
+    "rac": ("w4a4+rac", "bf16"),  # the engine's half: residual compensation
     "sym": ("w4a4", "w4a4"),  # symmetric QAT
-    "quads": ("w4a4+rac", "w4a16"),  # the method: both sides
+    "quads": ("w4a4+rac", "w4a16"),  # the method: both halves
 }

@@ -3,15 +3,13 @@
 *Asymmetric* here means that the two sides quantize differently. The engine must quantize weights
 and activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weights alone:
 
-- Weights are copied. The trainer's Q(V) and the engine's are the same function of the same
-  tensor, so after a sync both multiply identical numbers, bit for bit: weight error is gone as a
-  mismatch, and training learns around it.
-- Activations are recomputed on each side, from inputs that already differ a little (bf16 against
-  fp32 residual stream, another batch shape). Q amplifies the difference: two inputs on either
-  side of a rounding threshold come out a whole E2M1 step apart. So, the paper argues,
-  fake-quantizing them in the trainer too (mode `sym`) adds this error on a second side instead of
-  cancelling the first one's. In this toy the inputs differ so little that it does cancel most of
-  it, and `sym` fails by not learning (README, C4).
+- Weights are copied. After a sync both sides quantize the same tensor by the same function and
+  multiply identical numbers, bit for bit: no mismatch, and training learns around the error.
+- Activations are recomputed on each side, from inputs that already differ a little; two on either
+  side of a rounding threshold come out a whole E2M1 step apart. So, the paper argues, quantizing
+  them in the trainer too (mode `sym`) adds this error on a second side instead of cancelling the
+  first one's. In this toy the inputs differ so little that it does cancel most of it, and `sym`
+  fails by not learning (README, C4).
 
 With V = W / o (o: model.py) and Q, DQ of nvfp4.py, one GEMM of the trainer is
 
@@ -28,16 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from quads_min import nvfp4
-from quads_min.model import (
-    ExpertLinear,
-    ModelConfig,
-    MoETransformer,
-    Routing,
-    from_tiles,
-    sum_per_expert,
-    to_tiles,
-)
+from quads_min import model, nvfp4
+from quads_min.model import Routing, from_tiles, to_tiles
 from quads_min.modes import Arithmetic
 
 
@@ -48,7 +38,6 @@ class Operand(NamedTuple):
     scale: torch.Tensor | None  # x: (rows, 1); w: (E, 1, 1) or (E, N, 1); fp32; None: 1
 
     def value(self) -> torch.Tensor:
-        """The number that the plane and its scale stand for, fp32."""
         return self.plane if self.scale is None else self.plane * self.scale
 
 
@@ -72,14 +61,11 @@ def encode_activation(x: torch.Tensor, fmt: str) -> Operand:
     return _encode(x.detach(), fmt, "row")
 
 
-def grouped_matmul(
-    x: Operand, w: Operand, routing: Routing, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    """y[slot] = x[slot's row] @ w[slot's expert]^T for all experts at once: (S, N) fp32.
+def grouped_matmul(x: Operand, w: Operand, routing: Routing, residual: torch.Tensor | None = None):
+    """y[slot] = x[slot's row] @ w[slot's expert]^T for all experts at once: (slots, N) fp32.
 
-    Planes are multiplied in fp32 (their products are exact), the scales applied to the sum.
-    `residual`: the plane (rows, K) of RAC's second packet, under x's scale; its product is added to
-    the same accumulator before the scales.
+    Products of planes are exact in fp32; the scales are applied to their sum. `residual`: plane
+    (rows, K) of RAC's second packet, under x's scale, so its product joins the same sum.
     """
     weight = w.plane.index_select(0, routing.expert_of_tile).mT  # (tiles, K, N)
     y = torch.bmm(to_tiles(x.plane, routing), weight)
@@ -98,23 +84,21 @@ class StraightThroughMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, v, x_hat: Operand, v_hat: Operand, routing: Routing):
-        """x (rows, K), v (E, N, K): only their gradients matter. Returns (S, N) fp32."""
+        """x (rows, K), v (E, N, K): only their gradients matter. Returns (slots, N) fp32."""
         ctx.x_hat, ctx.v_hat, ctx.routing, ctx.dtype = x_hat, v_hat, routing, x.dtype
         return grouped_matmul(x_hat, v_hat, routing)
 
     @staticmethod
     def backward(ctx, dy):
-        routing = ctx.routing
+        x_hat, routing = ctx.x_hat.value(), ctx.routing
         dy = to_tiles(dy, routing)  # (tiles, tile_rows, N); empty rows are zero
-        dv = sum_per_expert(dy.mT @ to_tiles(ctx.x_hat.value(), routing), routing)
+        dv = model.sum_per_expert(dy.mT @ to_tiles(x_hat, routing), routing)
         weight = ctx.v_hat.value().index_select(0, routing.expert_of_tile)  # (tiles, N, K)
-        dx = from_tiles(dy @ weight, routing)  # (S, K)
-        slots = routing.slots_per_row(ctx.x_hat.plane)
-        dx = dx.unflatten(0, (-1, slots)).sum(1)  # a row's slots added up
-        return dx.to(ctx.dtype), dv, None, None, None
+        dx = from_tiles(dy @ weight, routing).unflatten(0, (-1, routing.slots_per_row(x_hat)))
+        return dx.sum(1).to(ctx.dtype), dv, None, None, None  # a row's slots added up
 
 
-class FakeQuantExperts(ExpertLinear):
+class FakeQuantExperts(model.ExpertLinear):
     """The trainer's expert matmul: fp32 master weights, quantized on the way into each product."""
 
     def __init__(self, experts, n, k, outliers, arithmetic: Arithmetic):
@@ -134,8 +118,8 @@ class FakeQuantExperts(ExpertLinear):
         return StraightThroughMatmul.apply(x, v, x_hat, self.consumed, routing)
 
 
-def make_policy(config: ModelConfig, arithmetic: Arithmetic) -> MoETransformer:
+def make_policy(config: model.ModelConfig, arithmetic: Arithmetic) -> model.MoETransformer:
     """The trainer's model: fp32 master weights and residual stream, experts in `arithmetic`."""
     if arithmetic.rac_ratio:
         raise ValueError(f"RAC is the engine's part; the trainer cannot run {arithmetic}")
-    return MoETransformer(config, partial(FakeQuantExperts, arithmetic=arithmetic))
+    return model.MoETransformer(config, partial(FakeQuantExperts, arithmetic=arithmetic))

@@ -3,10 +3,9 @@
     prompt      x0 op x1 op ... xn =        op is + or *, applied left to right, one token a number
     completion  r1 r2 ... rn EOS            the running results; the last one is the answer
 
-With p = 41:  7 + 5 * 3 =  is completed by  12 36 EOS, since (7 + 5) * 3 = 36 mod 41. The reward
-is 1 if the last token before the first EOS is the answer, else 0. A policy may stop early: what
-it skips is logged. Checkable, no download, and a small chain of thought: an error spoils what
-follows.
+Modulo 41:  7 + 5 * 3 =  is completed by  12 36 EOS, since (7 + 5) * 3 = 36. The reward is 1 if the
+last token before the first EOS is the answer, else 0. A policy may stop early: what it skips is
+logged. Checkable, no download, and a small chain of thought: an error spoils what follows.
 
 Warm start: GRPO cannot teach a policy that never succeeds, so the base policy is first trained on
 *noisy* demonstrations: each running result is replaced by a random number with some probability and
@@ -23,10 +22,21 @@ HELD_OUT = 16  # one prompt in 16 is for evaluation alone
 
 @dataclass(frozen=True)
 class ChainTask:
-    """Chains of `steps` operations modulo `prime`."""
+    """Chains of `steps` operations modulo `prime`; B prompts of P tokens each are (B, P) int64."""
 
     prime: int = 41
     steps: int = 8
+
+    # tokens: the numbers 0 .. prime - 1, then these
+    plus = property(lambda self: self.prime)
+    times = property(lambda self: self.prime + 1)
+    equals = property(lambda self: self.prime + 2)
+    eos = property(lambda self: self.prime + 3)
+    pad = property(lambda self: self.prime + 4)
+    vocab = property(lambda self: self.prime + 5)
+
+    prompt_len = property(lambda self: 2 * self.steps + 2)
+    max_new_tokens = property(lambda self: self.steps + 1)
 
     def __post_init__(self):
         if self.prime < 3 or any(self.prime % d == 0 for d in range(2, int(self.prime**0.5) + 1)):
@@ -34,47 +44,8 @@ class ChainTask:
         if self.steps < 1:
             raise ValueError(f"chain steps must be 1 or more, got {self.steps}")
 
-    # tokens: the numbers 0 .. p - 1, then these
-    @property
-    def plus(self) -> int:
-        return self.prime
-
-    @property
-    def times(self) -> int:
-        return self.prime + 1
-
-    @property
-    def equals(self) -> int:
-        return self.prime + 2
-
-    @property
-    def eos(self) -> int:
-        return self.prime + 3
-
-    @property
-    def pad(self) -> int:
-        return self.prime + 4
-
-    @property
-    def vocab(self) -> int:
-        return self.prime + 5
-
-    @property
-    def prompt_len(self) -> int:
-        return 2 * self.steps + 2
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.steps + 1
-
-    def sample_prompts(
-        self, count: int, generator: torch.Generator, held_out: bool = False
-    ) -> torch.Tensor:
-        """`count` random prompts (count, P) int64 of one side of the split, on the CPU.
-
-        A prompt is held out if a weighted sum of its tokens is 0 modulo HELD_OUT: a rule, not a
-        list, so that training can never meet an evaluation prompt, however long it runs.
-        """
+    def sample_prompts(self, count: int, generator: torch.Generator, held_out: bool = False):
+        """`count` random prompts of one side of the split, on the CPU: (count, P) int64."""
         found = []
         while sum(map(len, found)) < count:
             x = torch.empty(4 * count + 64, self.prompt_len, dtype=torch.int64)
@@ -85,7 +56,8 @@ class ChainTask:
         return torch.cat(found)[:count]
 
     def is_held_out(self, prompts: torch.Tensor) -> torch.Tensor:
-        """(B, P) to (B,) bool: which prompts only evaluation may use."""
+        """(B,) bool: a weighted sum of the tokens decides. A rule, not a list, so that training
+        can never meet an evaluation prompt, however long it runs."""
         weights = 2 * torch.arange(self.prompt_len, device=prompts.device) + 1
         return (prompts * weights).sum(1) % HELD_OUT == 0
 
@@ -96,16 +68,14 @@ class ChainTask:
         return torch.where(prompts[:, 2 * i + 1] == self.plus, added, multiplied) % self.prime
 
     def answers(self, prompts: torch.Tensor) -> torch.Tensor:
-        """(B, P) to (B,): the right final results."""
+        """The right final results: (B,)."""
         result = prompts[:, 0]
         for i in range(self.steps):
             result = self.step(result, prompts, i)
         return result
 
-    def demonstrations(
-        self, prompts: torch.Tensor, noise: float, generator: torch.Generator
-    ) -> torch.Tensor:
-        """(B, P) to completions (B, steps + 1), each running result replaced with prob. `noise`."""
+    def demonstrations(self, prompts: torch.Tensor, noise: float, generator: torch.Generator):
+        """Completions (B, steps + 1), each running result replaced with probability `noise`."""
         result, steps = prompts[:, 0], []
         for i in range(self.steps):
             wrong = torch.rand(len(prompts), generator=generator) < noise
@@ -114,27 +84,13 @@ class ChainTask:
             steps.append(result)
         return torch.stack([*steps, torch.full_like(result, self.eos)], 1)
 
-    def rewards(
-        self, prompts: torch.Tensor, completions: torch.Tensor, lengths: torch.Tensor
-    ) -> torch.Tensor:
-        """1.0 where the token before the first EOS is the answer, else 0.0.
-
-        Args:
-            prompts: (B, P). completions: (B, N). lengths: (B,) tokens sampled, EOS included.
-        Returns:
-            (B,) fp32. No EOS within the N tokens, or nothing before it: 0.
-        """
-        at = lambda i: completions.gather(1, i.clamp(min=0).unsqueeze(1)).squeeze(1)  # noqa: E731
-        ended = at(lengths - 1) == self.eos
-        return (ended & (lengths >= 2) & (at(lengths - 2) == self.answers(prompts))).float()
+    def rewards(self, prompts: torch.Tensor, completions: torch.Tensor, lengths: torch.Tensor):
+        """(B,) fp32; completions (B, T), of which lengths (B,), EOS included, were sampled."""
+        last_two = lengths.unsqueeze(1) + torch.arange(-2, 0, device=lengths.device)
+        answer, end = completions.gather(1, last_two.clamp(min=0)).T  # EOS alone: it is both
+        return ((end == self.eos) & (answer == self.answers(prompts))).float()
 
     def decode(self, tokens: torch.Tensor) -> str:
-        """A row of tokens as text.
-
-        >>> ChainTask(41, 2).decode(torch.tensor([7, 41, 5, 42, 3, 43, 12, 36, 44]))
-        '7 + 5 * 3 = 12 36 EOS'
-        """
-        names = ("+", "*", "=", "EOS", "PAD")
-        return " ".join(
-            str(t) if t < self.prime else names[t - self.prime] for t in tokens.tolist()
-        )
+        """A row of tokens as text, such as 7 + 5 * 3 = 12 36 EOS."""
+        words = [*map(str, range(self.prime)), "+", "*", "=", "EOS", "PAD"]
+        return " ".join(words[t] for t in tokens.tolist())
