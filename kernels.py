@@ -505,7 +505,9 @@ def quantize(
     global_scale inf or NaN, so whoever captures a CUDA graph can look at that later.
     """
     t, _ = _quantize(x, outer, name)
-    return nvfp4.check_finite(t, name) if check else t
+    if check:
+        nvfp4.check_finite(t.global_scale, name)
+    return t
 
 
 def quantize_with_residual(
@@ -521,8 +523,9 @@ def quantize_with_residual(
     nvfp4.check_split(x, ratio, "block", rows, None)
     every = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
     t, energy = _quantize(x, "row", name, every if rows is None else rows.contiguous())
-    mask = nvfp4.choose_groups(nvfp4.tree_sum(energy), ratio)
-    return nvfp4.check_finite(t, name) if check else t, mask
+    if check:
+        nvfp4.check_finite(t.global_scale, name)
+    return t, nvfp4.choose_groups(nvfp4.tree_sum(energy), ratio)
 
 
 def tile_scales(scale: torch.Tensor) -> torch.Tensor:

@@ -132,12 +132,6 @@ def layer_errors(policy, live: torch.Tensor, engine: tuple, trainer: tuple) -> d
     return found
 
 
-def first_half(order: torch.Tensor) -> torch.Tensor:
-    """The first blocks of `order` (K / 16,), as many as RAC takes: (K / 16,) bool."""
-    taken = order[: nvfp4.selected_groups(len(order), RAC.rac_ratio)]
-    return torch.zeros_like(order, dtype=torch.bool).index_fill(0, taken, True)
-
-
 def one_gemm(drift: float) -> list[float]:
     """Error of one Gaussian product whose input drifted by d, relative to x V^: Q(x + d) V^ -
     Q(x) V^ for symmetric QAT, Q(x + d) V^ - x V^ for asymmetric QAT, the same with RAC in Q."""
@@ -189,13 +183,15 @@ def measure(policy, task, make_engine: Callable, prompts: torch.Tensor, seed: in
 
     others = task.sample_prompts(len(prompts), torch.Generator().manual_seed(1))
     _, heard = roll_out(at._replace(prompts=others, seed=seed + 1), RAC)
-    lost = {name: sum(call.lost for call in calls) for name, calls in heard.items()}
-    static = {name: first_half(energy.argsort(descending=True)) for name, energy in lost.items()}
+    static = {
+        name: nvfp4.choose_groups(sum(call.lost for call in calls), RAC.rac_ratio)
+        for name, calls in heard.items()
+    }
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(name, x):
-        order = torch.randperm(x.shape[1] // nvfp4.QBLOCK, generator=generator)
-        return first_half(order).to(x.device)
+        energy = torch.rand(x.shape[1] // nvfp4.QBLOCK, generator=generator)
+        return nvfp4.choose_groups(energy, RAC.rac_ratio).to(x.device)
 
     forced = partial(gap_of, at, RAC, W4A16)
     result["controls"] = {

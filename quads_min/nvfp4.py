@@ -32,7 +32,7 @@ Source: the order of operations is that of the NVFP4 reference quantizers that p
 compare with; residual compensation is from QUADS, arXiv 2607.15810. Next: model.py.
 """
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -72,9 +72,6 @@ class Encoded(NamedTuple):
         code = torch.minimum(torch.minimum(2 * v, v + 2), v / 2 + 4) + 8 * torch.signbit(self.value)
         low, high = rearrange(code.to(torch.uint8), "... b (k two) -> two ... (b k)", two=2)
         return NVFP4Tensor(low | (high << 4), self.scale.to(torch.float8_e4m3fn), self.global_scale)
-
-
-T = TypeVar("T", NVFP4Tensor, Encoded)
 
 
 # ---- the quantizer
@@ -138,7 +135,9 @@ def quantize(x: torch.Tensor, outer: str = "row", name: str = "x") -> NVFP4Tenso
     >>> hex(q.packed[0, 0]), q.scale.item(), dequantize(q)[0, :2].tolist()
     ('0x72', 448.0, [1.0, 6.0])
     """
-    return check_finite(encode(x, outer, name), name).pack()
+    encoded = encode(x, outer, name)
+    check_finite(encoded.global_scale, name)
+    return encoded.pack()
 
 
 def dequantize(t: NVFP4Tensor) -> torch.Tensor:
@@ -158,15 +157,6 @@ def unpack(t: NVFP4Tensor) -> Encoded:
 # ---- the residual split (RAC)
 
 
-def selected_groups(groups: int, ratio: float) -> int:
-    """How many of `groups` a ratio keeps: at least one, unless the ratio is 0.
-
-    >>> [selected_groups(8, r) for r in (0, 0.01, 0.5, 0.5625, 1)]
-    [0, 1, 4, 5, 8]
-    """
-    return max(1, int(ratio * groups + 0.5)) if ratio > 0 else 0
-
-
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over dim 0 by adding neighbours (0 + 1, 2 + 3, ...), then neighbours of these, and so on.
 
@@ -182,13 +172,14 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def choose_groups(energy: torch.Tensor, ratio: float) -> torch.Tensor:
-    """The groups of highest energy (groups,) fp32, as many as `ratio` keeps: (groups,) bool.
+    """The groups of highest `energy` (groups,): (groups,) bool, ties to the lower index.
 
-    Ties go to the lower index.
+    >>> [choose_groups(torch.ones(8), r).sum().item() for r in (0, 0.01, 0.5, 0.5625, 1)]
+    [0, 1, 4, 5, 8]
     """
+    kept = max(1, int(ratio * energy.numel() + 0.5)) if ratio > 0 else 0
     order = energy.sort(descending=True, stable=True).indices
-    keep = order[: selected_groups(energy.numel(), ratio)]
-    return torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, keep, True)
+    return torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, order[:kept], True)
 
 
 def choose_channels(
@@ -272,11 +263,10 @@ def check_input(x: torch.Tensor, outer: str, name: str) -> None:
         )
 
 
-def check_finite(t: T, name: str) -> T:
-    """ValueError if a global scale tells of inf or NaN; else `t`. Costs a device sync."""
-    if not torch.isfinite(t.global_scale).all():
+def check_finite(global_scale: torch.Tensor, name: str) -> None:
+    """ValueError if a global scale tells of inf or NaN in what was quantized. A device sync."""
+    if not torch.isfinite(global_scale).all():
         raise ValueError(f"quantize: {name} holds inf or NaN; NVFP4 has neither, find its source")
-    return t
 
 
 def check_split(x: torch.Tensor, ratio: float, unit: str, rows, mask) -> None:
