@@ -59,7 +59,7 @@ class Config:
     init: str = knob("", "checkpoint to start from (default: the preset's warm start)")
     resume: bool = knob(False, "continue runs that --out holds; start those that it does not")
     deterministic: bool = knob(False, "deterministic CUDA kernels, so that resuming is bit-exact")
-    checkpoint_every: int = knob(1, "steps between checkpoints: what a kill can lose")
+    checkpoint_every: int = knob(10, "steps between checkpoints: what a kill can lose")
     log_every: int = knob(1, "steps between lines of the log; evaluations are always logged")
     # GRPO (grpo.py)
     lr: float = knob(2e-4, "of AdamW")

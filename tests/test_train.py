@@ -19,7 +19,10 @@ from quads_min.modes import ARITHMETICS, MODES
 from quads_min.tasks import ChainTask
 from rollout import SHIPPED, Engine, cli
 
-TINY = "--preset tiny --device cpu --prompts 4 --group-size 2 --eval-prompts 32 --eval-every 4 "
+TINY = (
+    "--preset tiny --device cpu --prompts 4 --group-size 2 --eval-prompts 32 --eval-every 4 "
+    "--checkpoint-every 1 "
+)
 
 
 def argv(out, flags):
