@@ -3,6 +3,7 @@
     kernel           | what it computes                     | torch reference
     quantize_kernel  | rows to packed NVFP4; RAC's residual | nvfp4.encode, encode_with_residual
                      | packets and their energies           |   (bit for bit)
+    choose_kernel    | RAC's mask of blocks, from energies  | nvfp4.choose_groups (bit for bit)
     decode_kernel    | packed activations to fp16 planes    | Encoded.planes (bit for bit)
     gemm_kernel      | x w^T, dense or for routed experts   | dequantize, matmul in fp64
     combine_kernel   | the splits of K, summed              |   (to fp32 summation error)
@@ -172,11 +173,10 @@ def quantize_kernel(
     inside8 = tl.broadcast_to(inside[:, :, None], (BLOCK_M, B, 8))
     m = m.to(tl.int64)
     byte = block[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]  # of the row's K / 2
-    at_b = m[:, None, None] * (K // 2) + byte
-    at_s = m[:, None] * (K // 16) + block[None, :]
+    row_b, row_s = m[:, None, None] * (K // 2), m[:, None] * (K // 16)
 
     # load, and find the scales
-    pair = tl.load(x_ptr + at_b, mask=inside8, other=0, eviction_policy="evict_first")
+    pair = tl.load(x_ptr + row_b + byte, mask=inside8, other=0, eviction_policy="evict_first")
     even = (pair << 16).to(tl.float32, bitcast=True)  # (BLOCK_M, B, 8)
     odd = (pair & -0x10000).to(tl.float32, bitcast=True)
     bmax = _block_max(even, odd, ASM)
@@ -192,8 +192,8 @@ def quantize_kernel(
 
     # the main packet
     low, high, packed = _encode(pair, even, odd, enc, signs, ASM)
-    tl.store(packed_ptr + at_b, packed, mask=inside8)
-    tl.store(scale_ptr + at_s, scale, mask=inside)
+    tl.store(packed_ptr + row_b + byte, packed, mask=inside8)
+    tl.store(scale_ptr + row_s + block[None, :], scale, mask=inside)
     if not GIVEN_S:
         tl.store(g_ptr + m, g, mask=in_m)
 
@@ -203,15 +203,46 @@ def quantize_kernel(
         scale, sg, enc, signs = _block_scale(_block_max(even, odd, ASM), S, g)
         pair = (_bits(odd) & -0x10000) | ((_bits(even) >> 16) & 0xFFFF)  # for its two signs
         _, _, packed = _encode(pair, even, odd, enc, signs, ASM)
-        second = (m * 0 + M)[:, None]
-        tl.store(packed_ptr + (second * (K // 2))[:, :, None] + at_b, packed, mask=inside8)
-        tl.store(scale_ptr + second * (K // 16) + at_s, scale, mask=inside)
+        row_b += M.to(tl.int64) * (K // 2)
+        row_s += M.to(tl.int64) * (K // 16)
+        tl.store(packed_ptr + row_b + byte, packed, mask=inside8)
+        tl.store(scale_ptr + row_s + block[None, :], scale, mask=inside)
         e = tl.reshape(even * even + odd * odd, (BLOCK_M, B, 4, 2))
         e = tl.sum(tl.reshape(tl.sum(e, 3), (BLOCK_M, B, 2, 2)), 3)
         live = (tl.load(live_ptr + m, mask=in_m, other=0) != 0)[:, None]
         e = _tree_sum(tl.where(live, tl.sum(e, 2), 0.0), BLOCK_M, B)
         at_e = tl.program_id(0).to(tl.int64) * (K // 16) + block
         tl.store(energy_ptr + at_e, e, mask=in_b)
+
+
+@triton.jit
+def _energy(ptr, g, R, G, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Of blocks g: rows R of (R, G) added up in tree order; -1 past the last block."""
+    r = tl.arange(0, BLOCK_R)[:, None]
+    e = tl.load(ptr + r * G + g[None, :], mask=(r < R) & (g < G)[None, :], other=0.0)
+    return tl.where(g < G, _tree_sum(e, BLOCK_R, BLOCK_G), -1.0)
+
+
+@triton.jit
+def choose_kernel(
+    energy_ptr,  # (R, G) fp32, R at most BLOCK_R
+    mask_ptr,  # (G,) uint8
+    R, G, kept,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Keep block i if fewer than `kept` blocks come before it: more energy, or as much and first.
+
+    Counting instead of sorting: no order of execution can change it.
+    """
+    i = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    mine = _energy(energy_ptr, i, R, G, BLOCK_R, BLOCK_G)[:, None]
+    before = tl.zeros((BLOCK_G,), tl.int32)
+    for start in range(0, G, BLOCK_G):
+        j = start + tl.arange(0, BLOCK_G)
+        other = _energy(energy_ptr, j, R, G, BLOCK_R, BLOCK_G)[None, :]
+        first = (other > mine) | ((other == mine) & (j[None, :] < i[:, None]))
+        before += tl.sum(first.to(tl.int32), 1)
+    tl.store(mask_ptr + i, (before < kept).to(tl.uint8), mask=i < G)
 
 
 # ---- W4A4 GEMM
@@ -525,7 +556,15 @@ def quantize_with_residual(
     t, energy = _quantize(x, "row", name, every if rows is None else rows.contiguous())
     if check:
         nvfp4.check_finite(t.global_scale, name)
-    return t, nvfp4.choose_groups(nvfp4.tree_sum(energy), ratio)
+    energy = nvfp4.tree_sum(energy, down_to=64)  # many rows: the first levels in torch
+    R, G = energy.shape
+    mask = torch.empty(G, dtype=torch.bool, device=x.device)
+    with _on(x):
+        choose_kernel[(triton.cdiv(G, 32),)](
+            energy, mask.view(torch.uint8), R, G, nvfp4.kept_groups(G, ratio),
+            max(1, triton.next_power_of_2(R)), 32, enable_fp_fusion=False,
+        )  # fmt: skip
+    return t, mask
 
 
 def tile_scales(scale: torch.Tensor) -> torch.Tensor:

@@ -157,18 +157,23 @@ def unpack(t: NVFP4Tensor) -> Encoded:
 # ---- the residual split (RAC)
 
 
-def tree_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over dim 0 by adding neighbours (0 + 1, 2 + 3, ...), then neighbours of these, and so on.
+def tree_sum(x: torch.Tensor, down_to: int = 1) -> torch.Tensor:
+    """Sum over dim 0 by adding neighbours (0 + 1, 2 + 3, ...), then neighbours of these, and so on,
+    until `down_to` rows at most are left: (rows, ...), one row where there was none.
 
     The order is fixed, whatever the device and tile size, and so is a mask chosen from such sums.
     """
-    if x.shape[0] == 0:
-        return x.new_zeros(x.shape[1:])
-    while x.shape[0] > 1:
+    x = x if x.shape[0] else x.new_zeros(1, *x.shape[1:])
+    while x.shape[0] > down_to:
         if x.shape[0] % 2:
             x = torch.cat([x, torch.zeros_like(x[:1])])
         x = x[0::2] + x[1::2]
-    return x[0]
+    return x
+
+
+def kept_groups(groups: int, ratio: float) -> int:
+    """How many of `groups` a ratio keeps: at least one, unless it is 0."""
+    return max(1, int(ratio * groups + 0.5)) if ratio > 0 else 0
 
 
 def choose_groups(energy: torch.Tensor, ratio: float) -> torch.Tensor:
@@ -177,9 +182,9 @@ def choose_groups(energy: torch.Tensor, ratio: float) -> torch.Tensor:
     >>> [choose_groups(torch.ones(8), r).sum().item() for r in (0, 0.01, 0.5, 0.5625, 1)]
     [0, 1, 4, 5, 8]
     """
-    kept = max(1, int(ratio * energy.numel() + 0.5)) if ratio > 0 else 0
     order = energy.sort(descending=True, stable=True).indices
-    return torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, order[:kept], True)
+    kept = order[: kept_groups(energy.numel(), ratio)]
+    return torch.zeros_like(energy, dtype=torch.bool).index_fill_(0, kept, True)
 
 
 def choose_channels(
@@ -195,7 +200,8 @@ def choose_channels(
         energy = torch.where(rows.unsqueeze(-1), energy, 0.0)
     width = QBLOCK if unit == "block" else 1
     energy = energy.unflatten(-1, (-1, width)).movedim(-1, 0)  # (width, M, K / width)
-    mask = choose_groups(tree_sum(tree_sum(energy)), ratio)  # over a row's group, then over rows
+    energy = tree_sum(tree_sum(energy)[0])[0]  # over a row's group, then over rows
+    mask = choose_groups(energy, ratio)
     return mask.repeat_interleave(width, output_size=residual.shape[-1])
 
 

@@ -100,6 +100,8 @@ def bench_gemm(path: str, native: bool) -> None:
             torch.manual_seed(T)
             choice = torch.rand(T, max(E, 1), device="cuda").topk(top_k).indices
             routing = route(choice, E, 16, 64) if E else None
+            if layer == "gate_up":
+                show(f"route E={E} T={T} (torch)", path, [lambda: route(choice, E, 16, 64)], 0)
             slots, hit = T * top_k, len(choice.unique())
             xb = normal(slots if layer == "down" else T, K)  # a row per slot, or per token
             flops, name = 2 * slots * N * K, f"{layer} N={N} K={K} T={T}"
