@@ -51,10 +51,10 @@ def read_lines(path: str | Path, key: str) -> list[dict]:
 
 
 def read_log(path: str | Path) -> dict:
-    """A run by kind of event: all `steps` and `evals`; `config`, `end`, `error`, each or None."""
+    """A run by kind of event: all `steps` and `evals`; `config`; `end`, None if it did not end."""
     events = read_lines(path, "event")
     run = {f"{kind}s": [e for e in events if e["event"] == kind] for kind in ("step", "eval")}
-    run |= dict.fromkeys(("config", "end", "error")) | {e["event"]: e for e in events}
+    run |= {"config": None, "end": None} | {e["event"]: e for e in events}
     if run["config"] is None:
         raise ValueError(f"{path}: the file ends without a config line")
     return run | {"setting": (run["config"]["config"]["preset"], run["config"]["device"])}
@@ -179,8 +179,8 @@ def table(runs: list[dict]) -> str:
     dead = [run for run in runs if not run["end"]]
     below = f"Unfinished, in no mean: {len(dead)} of {len(runs)} runs."
     for run in dead:
-        s, why = summarize(run), f" ({run['error']['message']})" if run["error"] else ""
-        below += f" {s['label']} seed {s['seed']}: after step {s['steps']}{why}."
+        s = summarize(run)
+        below += f" {s['label']} seed {s['seed']}: after step {s['steps']}."
     return f"{title}\n\n{markdown('label', rows)}\n\n{below}"
 
 
