@@ -469,7 +469,9 @@ def cli(argv: list[str]) -> int:
             if args.log:
                 with args.log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
-    except (ValueError, OSError) as e:
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, RuntimeError, OSError) as e:
         print(f"rollout.py: error: {e}", file=sys.stderr)
         return 2
     return 0

@@ -110,7 +110,7 @@ class Config:
             ("steps checkpoint_every log_every eval_every eval_prompts layers prompts minibatches "
              "warm_steps warm_batch", lambda v: v >= 1, "1 or more"),
             ("engine_drift", lambda v: 0 <= v < inf, "0 or more"),
-            ("warm_noise", lambda v: 0 <= v <= 1, "a probability from 0 to 1"),
+            ("warm_noise rac_ratio", lambda v: 0 <= v <= 1, "from 0 to 1"),
         ):  # fmt: skip
             for name in names.split():
                 if not good(getattr(self, name)):
@@ -370,6 +370,8 @@ def warm_start(cfg: Config) -> Path:
     """Supervised training on noisy demonstrations (tasks.py), in bf16; returns the checkpoint."""
     device, task = torch.device(cfg.device), cfg.task
     path = Path(cfg.out) / f"{cfg.preset}.pt"
+    if path.exists():
+        raise ValueError(f"{path} already holds a policy; choose another --out")
     runs.make_folder(path.parent)
     torch.manual_seed(cfg.seed)
     policy = make_policy(cfg.model, Arithmetic()).to(device)

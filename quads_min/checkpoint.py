@@ -3,6 +3,7 @@
 One dict: format, task, model sizes, weights; a run adds what resuming needs. Next: runs.py.
 """
 
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def save(path: Path, policy: MoETransformer, task: ChainTask, dtype=torch.float3
 def load(path: Path) -> dict:
     """Read a checkpoint onto the CPU; ValueError if it is missing, damaged or not ours."""
     try:
+        with zipfile.ZipFile(path) as file:
+            if bad := file.testzip():  # torch does not look at the checksums
+                raise ValueError(f"checksum of {bad}")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch has many ways to fail on a file that is not a checkpoint
         raise ValueError(f"{path}: not a readable checkpoint ({e!r:.100})") from e

@@ -76,6 +76,9 @@ def restore(state: dict, optimizer, generators, device: torch.device, run: Path)
         raise ValueError(f"{run / 'checkpoint.pt'}: damaged, or of another model ({e!r})") from e
     if len(optimizer.state) != sum(len(group["params"]) for group in optimizer.param_groups):
         raise ValueError(f"{run / 'checkpoint.pt'}: its optimizer state is missing or incomplete")
+    for p, moments in optimizer.state.items():  # the fused step would not look
+        if any(moments[k].shape != p.shape for k in ("exp_avg", "exp_avg_sq")):
+            raise ValueError(f"{run / 'checkpoint.pt'}: optimizer state of another model")
     if device.type == "cuda" and "cuda" in state["rng"]:
         torch.cuda.set_rng_state(state["rng"]["cuda"], device)
     return state["step"]

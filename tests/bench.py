@@ -1,7 +1,6 @@
 """How fast the kernels are, beside the strongest bf16 and fp8 that torch offers. Needs a GPU.
 
-    python tests/bench.py                       all of it, a minute
-    python tests/bench.py --only quantize engine
+    python tests/bench.py --only quantize engine        without --only: all of it, a minute
 
 Every time is the median of replays of a CUDA graph of 24 calls that go round buffers larger than
 the L2 cache together. Shares are of what this card was measured to do in the same run: copy
@@ -10,8 +9,11 @@ must move once: a W4A4 weight is 0.5625 B, bf16 2 B, fp8 1 B.
 """
 
 import argparse
+import math
 import statistics
 import sys
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,109 +26,100 @@ from quads_min.model import route
 from quads_min.modes import ARITHMETICS, Arithmetic
 
 W4 = 0.5625
-MOE = {"gate_up": (128, 8, 1536, 2048), "down": (128, 8, 2048, 768)}  # E, top_k, N, K: a layer like
-TOKENS = (16, 64, 4096)  # those of Qwen3-30B-A3B
+MOE = {"gate_up": (128, 8, 1536, 2048), "down": (128, 8, 2048, 768)}  # E, top_k, N, K (Qwen3-30B)
+normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
 
 
-def microseconds(calls, count: int = 24, repeats: int = 20) -> float:
-    """Median time of a call. A graph leaves out what the CPU takes to launch, which would hide a
-    kernel of a few microseconds."""
-    for call in calls[:2]:
-        call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            calls[i % len(calls)]()
+def milliseconds(call, repeats: int) -> float:
+    """Median time of a call on the device, after one that is not counted."""
     times = []
     for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        call()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / count)
+        times.append(start.elapsed_time(end))
     return statistics.median(times[1:])
 
 
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+def microseconds(call, buffers: list, count: int = 24) -> float:
+    """Median time of call(buffer), in a graph: alone, a small kernel would wait for the CPU."""
+    call(buffers[0])  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            call(buffers[i % len(buffers)])
+    return milliseconds(graph.replay, 20) * 1e3 / count
 
 
 def copies(make, bytes_each: float) -> list:
     """As many as are together three times the L2 cache, 24 at most."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    return [make() for _ in range(max(1, min(24, int(3 * l2 / bytes_each) + 1)))]
+    return [make() for _ in range(min(24, int(3 * l2 / bytes_each) + 1))]
 
 
-def show(what: str, path: str, calls, moved: float, flops: float = 0) -> None:
+def show(what: str, path: str, call, buffers: list, moved: float, flops: float = 0) -> None:
     """A line: time, and the rate by bytes or by operations, as a share of the card's own."""
     try:
-        us = microseconds(calls)
+        us = microseconds(call, buffers)
     except (RuntimeError, NotImplementedError, AttributeError):  # torch lacks it for this shape
         torch.cuda.synchronize()
-        print(f"{what:52} {path:9} {'-':>9}")
-        return
-    share = 100 * moved / us / 1e3 / COPY
-    rate = f"{moved / us / 1e3:6.0f} GB/s {share:4.0f} %"
+        return print(f"{what:52} {path:9} {'-':>9}")
+    rate = f"{moved / us / 1e3:6.0f} GB/s {100 * moved / us / 1e3 / COPY:4.0f} %"
     if flops:
         rate += f" {flops / us / 1e6:7.1f} TFLOP/s {100 * flops / us / 1e6 / MATMUL:4.0f} %"
     print(f"{what:52} {path:9} {us:9.2f} us {rate}", flush=True)
 
 
-def bench_quantize(path: str) -> None:
+def bench_quantize() -> None:
     for M, K in ((256, 128), (64, 2048), (4096, 4096)):
         xs = copies(lambda: normal(M, K), 2.0 * M * K)
         live = torch.ones(M, dtype=torch.bool, device="cuda")
         for what, call, packets in (
-            ("", lambda x: kernels.quantize(x, check=False), 1),
+            ("", partial(kernels.quantize, check=False), 1),
             (" + residual, energies", lambda x: kernels._quantize(x, "row", "x", live), 2),
-            (" + mask", lambda x: kernels.quantize_with_residual(x, rows=live, check=False), 2),
+            (" + mask", partial(kernels.quantize_with_residual, rows=live, check=False), 2),
         ):
-            calls = [lambda x=x: call(x) for x in xs]
-            show(f"quantize {M} x {K}{what}", path, calls, (2 + packets * W4) * M * K)
+            show(f"quantize {M} x {K}{what}", PATH, call, xs, (2 + packets * W4) * M * K)
 
 
-def bench_gemm(path: str, native: bool) -> None:
+def rivals(x: torch.Tensor, choice: torch.Tensor, E: int) -> tuple:
+    """torch's bf16 and fp8 GEMM of x, as calls of a weight: dense, or rows sorted by expert."""
+    order, ends = choice.flatten().argsort(stable=True), choice.flatten().bincount(minlength=E)
+    x, ends = x[order // (len(order) // len(x))], ends.cumsum(0).int()
+    (x8, sx), out = nvfp4.encode_fp8(x), {"out_dtype": torch.bfloat16}
+    if not E:
+        return lambda w: x @ w.T, lambda w: torch._scaled_mm(x8, w[0].T, sx, w[1].T, **out)
+    return lambda w: torch._grouped_mm(x, w.mT, ends), lambda w: torch._scaled_grouped_mm(
+        x8, w[0].mT, sx.flatten(), w[1].squeeze(-1), ends, **out)  # fmt: skip
+
+
+def bench_gemm() -> None:
     """Dense N = K = 4096, and both expert GEMMs of MOE."""
     for layer, (E, top_k, N, K) in {"dense": (0, 1, 4096, 4096), **MOE}.items():
-        shape, count = ((E, N, K) if E else (N, K)), (E or 1) * N * K
-        wb = copies(lambda: normal(*shape), 2.0 * count)
+        shape, native = (E, N, K)[not E :], PATH == "native"
+        wb = copies(lambda: normal(*shape), W4 * math.prod(shape))
         w8 = [nvfp4.encode_fp8(w) for w in wb]
-        ws = copies(lambda: kernels.quantize(normal(*shape), "tensor", check=False), W4 * count)
+        ws = [kernels.quantize(w, "tensor", check=False) for w in wb]
         if native:
             ws = [w._replace(scale=kernels.tile_scales(w.scale)) for w in ws]
-        for T in TOKENS:
+        for T in (16, 64, 4096):
             torch.manual_seed(T)
             choice = torch.rand(T, max(E, 1), device="cuda").topk(top_k).indices
             routing = route(choice, E, 16, 64) if E else None
-            if layer == "gate_up":
-                show(f"route E={E} T={T} (torch)", path, [lambda: route(choice, E, 16, 64)], 0)
-            slots, hit = T * top_k, len(choice.unique())
-            xb = normal(slots if layer == "down" else T, K)  # a row per slot, or per token
-            flops, name = 2 * slots * N * K, f"{layer} N={N} K={K} T={T}"
-            plain = kernels.quantize(xb)
-            for what, ratio in (("", 0), (" + RAC 0.5", 0.5), (" + RAC 1.0", 1.0)):
-                x, mask = kernels.quantize_with_residual(xb, ratio) if ratio else (plain, None)
-                calls = [lambda w=w: kernels.w4a4_gemm(x, w, routing, mask, native) for w in ws]
-                show(f"{name} w4a4{what}", path, calls, W4 * hit * N * K, flops)
-            if not E:
-                x8, sx = nvfp4.encode_fp8(xb)
-                calls = [lambda w=w: xb @ w.T for w in wb]
-                fp8 = [lambda w=w: torch._scaled_mm(
-                    x8, w[0].T, sx, w[1].T, out_dtype=torch.bfloat16
-                ) for w in w8]  # fmt: skip
-            else:
-                order = choice.flatten().argsort(stable=True)
-                rows = xb[order] if layer == "down" else xb[order // top_k]
-                ends = torch.bincount(choice.flatten(), minlength=E).cumsum(0).int()
-                x8, sx = nvfp4.encode_fp8(rows)
-                calls = [lambda w=w: torch._grouped_mm(rows, w.mT, ends) for w in wb]
-                fp8 = [lambda w=w: torch._scaled_grouped_mm(
-                    x8, w[0].mT, sx.flatten(), w[1].squeeze(-1), ends, out_dtype=torch.bfloat16
-                ) for w in w8]  # fmt: skip
-            show(f"{name} bf16", "torch", calls, 2 * hit * N * K, flops)
-            show(f"{name} fp8", "torch", fp8, hit * N * K, flops)
+            rows, read = T * top_k, len(choice.unique()) * N * K  # weights of the experts hit
+            xb = normal(rows if layer == "down" else T, K)  # a row per slot, or per token
+            flops, name = 2 * rows * N * K, f"{layer} N={N} K={K} T={T}"
+            packets = {"": (kernels.quantize(xb), None)}
+            packets |= {f" + RAC {r}": kernels.quantize_with_residual(xb, r) for r in (0.5, 1.0)}
+            for what, (x, mask) in packets.items():
+                call = partial(kernels.w4a4_gemm, x, routing=routing, mask=mask, native=native)
+                show(f"{name} w4a4{what}", PATH, call, ws, W4 * read, flops)
+            bf16, fp8 = rivals(xb, choice, E)
+            show(f"{name} bf16", "torch", bf16, wb, 2 * read, flops)
+            show(f"{name} fp8", "torch", fp8, w8, read, flops)
 
 
 def bench_engine() -> None:
@@ -134,16 +127,8 @@ def bench_engine() -> None:
     prompts = rollout.held_out_prompts(task, 16)
     for name, arithmetic in ARITHMETICS.items():
         engine = rollout.Engine(policy.to("cuda"), arithmetic)
-        ask = (prompts, task.max_new_tokens, task.eos, task.pad, 16)
-        tokens, times = int(engine.generate(*ask).lengths.sum()), []
-        for _ in range(12):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            engine.generate(*ask)
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        ms = statistics.median(times)
+        call = partial(engine.generate, prompts, task.max_new_tokens, task.eos, task.pad, 16)
+        tokens, ms = int(call().lengths.sum()), milliseconds(call, 12)
         print(f"engine {name:9} {engine.backend.name:18} {ms:7.2f} ms for 16 x 16 completions, "
               f"{tokens / ms * 1e3:8.0f} tokens/s")  # fmt: skip
 
@@ -152,39 +137,33 @@ def estimate(bandwidth: float, flops: float) -> None:
     """Roofline: the larger of bytes / bandwidth and FLOPs / rate. Nothing was run for this."""
     print(f"\nESTIMATE, not measured, for a card of {bandwidth:g} TB/s and {flops:g} PFLOP/s dense "
           "FP4 (default: vendor's figures for an HGX B200):")  # fmt: skip
-    for layer, (E, top_k, N, K) in MOE.items():
-        for T in (64, 4096):
-            hit = E * (1 - (1 - top_k / E) ** T)  # experts hit, on average
-            moved = (W4 * hit * N + W4 * T * top_k) * K + 4 * T * top_k * N
-            memory = moved / bandwidth / 1e6
-            once, twice = (2 * p * T * top_k * N * K / flops / 1e9 for p in (1, 2))
-            print(f"  {layer} T={T}: {moved / 1e6:.0f} MB -> {memory:.1f} us; MMA {once:.1f} us, "
-                  f"with RAC {twice:.1f} us: RAC costs at least "
-                  f"x {max(memory, twice) / max(memory, once):.2f}")  # fmt: skip
+    for (layer, (E, top_k, N, K)), T in product(MOE.items(), (64, 4096)):
+        hit = E * (1 - (1 - top_k / E) ** T)  # experts hit, on average
+        moved = (W4 * hit * N + W4 * T * top_k) * K + 4 * T * top_k * N
+        memory = moved / bandwidth / 1e6
+        once, twice = (2 * p * T * top_k * N * K / flops / 1e9 for p in (1, 2))
+        ratio = max(memory, twice) / max(memory, once)
+        print(f"  {layer} T={T}: {moved / 1e6:.0f} MB -> {memory:.1f} us; MMA {once:.1f} us, "
+              f"with RAC {twice:.1f} us: RAC costs at least x {ratio:.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":
-    sections = ("quantize", "gemm", "engine", "estimate")
+    sections = {"quantize": bench_quantize, "gemm": bench_gemm, "engine": bench_engine}
+    sections |= {"estimate": lambda: estimate(args.estimate_bandwidth, args.estimate_fp4)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     parser.add_argument("--estimate-bandwidth", type=float, default=8.0, help="TB/s")
     parser.add_argument("--estimate-fp4", type=float, default=9.0, help="PFLOP/s, dense")
     args = parser.parse_args()
-    if set(args.only) != {"estimate"}:
+    if {*args.only} != {"estimate"}:
         if not torch.cuda.is_available():
             parser.error("needs a CUDA device")
         native, card = kernels.has_fp4("cuda")
-        path = "native" if native else "emulated"
+        PATH = "native" if native else "emulated"
         a, b = (torch.empty(1 << 28, device="cuda", dtype=torch.uint8) for _ in range(2))
-        COPY = 2 * a.numel() / microseconds([lambda: b.copy_(a)], 8) / 1e3  # GB/s
+        COPY = 2 * a.numel() / microseconds(b.copy_, [a], 8) / 1e3  # GB/s
         x, w = normal(8192, 8192), normal(8192, 8192)
-        MATMUL = 2 * 8192**3 / microseconds([lambda: x @ w.T], 4) / 1e6  # TFLOP/s
+        MATMUL = 2 * 8192**3 / microseconds(x.matmul, [w.T], 4) / 1e6  # TFLOP/s
         print(f"{card}\ncopy {COPY:.0f} GB/s, bf16 matmul {MATMUL:.0f} TFLOP/s\n")
-    if "quantize" in args.only:
-        bench_quantize(path)
-    if "gemm" in args.only:
-        bench_gemm(path, native)
-    if "engine" in args.only:
-        bench_engine()
-    if "estimate" in args.only:
-        estimate(args.estimate_bandwidth, args.estimate_fp4)
+    for name in args.only:
+        sections[name]()

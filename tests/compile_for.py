@@ -1,69 +1,60 @@
 """Compile all of kernels.py for a GPU that is not here: `python tests/compile_for.py 100`.
 
-The launchers run, on CPU tensors, but each launch ends when Triton's JIT has compiled the kernel
-for sm_100: with the types, alignments and constants of a real launch. Prints a JSON line a kernel;
-test_compile.py, which runs this without TRITON_INTERPRET, says what the lines must hold.
+It wants PYTHONPATH=. and no TRITON_INTERPRET, as test_compile.py runs it. The launchers run, on
+CPU tensors, but each launch ends when Triton's JIT has compiled the kernel for sm_100: with the
+types, alignments and constants of a real launch. Prints a JSON line a kernel.
 """
 
 import json
 import re
 import sys
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import kernels
+from quads_min.model import route
+from quads_min.nvfp4 import NVFP4Tensor
 
 
-class NoGPU:
-    """All that the JIT asks of a driver before it launches."""
-
-    def __init__(self, target):
-        self.get_current_target = lambda: target
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda device: 0
-
-
-def describe(compiled, constants, note):
-    """What the tests look at: of the PTX, what multiplies, converts or fills tensor memory."""
-    words = re.findall(r"\b(?:\w*mma|mul|cvt|tcgen05)\.[\w.:]+", compiled.asm["ptx"])
-    return {
-        "kernel": compiled.metadata.name, "constants": constants, "note": note,
-        "types": dict(compiled.src.signature), "ptx": " ".join(words),
-        "elf": compiled.asm["cubin"][:4] == b"\x7fELF", "shared": compiled.metadata.shared,
-        "tensor_columns": compiled.metadata.tmem_size or 0,
-    }  # fmt: skip
+def packed(*shape, scales):
+    """NVFP4 of some shape, which nobody reads."""
+    codes = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
+    scale = torch.zeros(*shape[:-1], shape[-1] // 16, dtype=torch.float8_e4m3fn)
+    return NVFP4Tensor(codes, scale, torch.ones(scales))
 
 
 def main(arch):
-    # not at the top: pytest imports this file for its doctests, without Triton or interpreted
-    import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    import kernels
-    from quads_min.model import route
-    from quads_min.nvfp4 import NVFP4Tensor
-
     if kernels.INTERPRETED:
         raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
-    driver.set_active(NoGPU(GPUTarget("cuda", arch, 32)))
+    driver.set_active(SimpleNamespace(  # all that the JIT asks of a driver before it launches
+        get_current_target=lambda: GPUTarget("cuda", arch, 32), get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    ))  # fmt: skip
     native, jit, gemms, note = arch >= 100, JITFunction.run, [], ""
 
     def compile_only(kernel, *args, grid, warmup, **options):
+        """Of the PTX the tests look at what multiplies, converts or fills tensor memory."""
         constants = {p.name: a for p, a in zip(kernel.params, args, strict=True) if p.is_constexpr}
         try:
             compiled = jit(kernel, *args, grid=grid, warmup=True, **options)
         except Exception as e:
             raise SystemExit(f"{kernel.__name__} {constants}: {str(e)[-400:]}") from None
-        print(json.dumps(describe(compiled, constants, note)), flush=True)
+        words = re.findall(r"\b(?:\w*mma|mul|cvt|tcgen05)\.[\w.:]+", compiled.asm["ptx"])
+        print(json.dumps({
+            "kernel": compiled.metadata.name, "constants": constants, "note": note,
+            "types": dict(compiled.src.signature), "ptx": " ".join(words),
+            "elf": compiled.asm["cubin"][:4] == b"\x7fELF", "shared": compiled.metadata.shared,
+            "tensor_columns": compiled.metadata.tmem_size or 0,
+        }), flush=True)  # fmt: skip
         if kernel is kernels.gemm_kernel:
             gemms.append((dict(zip(kernel.arg_names, args, strict=True)), options))
 
     JITFunction.run = compile_only
     kernels._check_device = lambda *args: None  # CPU tensors will do
-
-    def packed(*shape, scales):  # nobody reads them
-        codes = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
-        scale = torch.zeros(*shape[:-1], shape[-1] // 16, dtype=torch.float8_e4m3fn)
-        return NVFP4Tensor(codes, scale, torch.ones(scales))
-
     x = torch.zeros(16, 512, dtype=torch.bfloat16)
     kernels.quantize(x, check=False)
     kernels.quantize(x, "tensor", check=False)
@@ -80,8 +71,7 @@ def main(arch):
             kernels.w4a4_gemm(x, w, None, mask, native)
             kernels.w4a4_gemm(x, experts, routing, mask, native)
 
-    # two launches that the tests must be able to tell from the right ones
-    args, options = gemms[0]
+    args, options = gemms[0]  # of launches that the tests must tell from the right ones
     if arch == 100:
         note = "8 tokens"
         kernels.gemm_kernel[(1,)](*(args | {"BLOCK_M": 8}).values(), **options)
