@@ -4,9 +4,9 @@ Reading order, as each docstring's end says: train.py (one RL step, in order), r
 engine), kernels.py (its GEMMs in Triton) at the root of the repository; here nvfp4.py (the format),
 model.py (the policy), qat.py (the trainer's side), modes.py (the table of modes), grpo.py and
 tasks.py (objective and task); checkpoint.py, runs.py and report.py hold the files: weights, a run's
-folder, tables and figures; analysis.py and claims.py say what came out.
+folder, tables and figures; analysis.py says where the gap comes from.
 
 Letters in shape comments: B sequences = prompts * G, P prompt tokens, T tokens, D width, H heads,
-E experts, F expert width, V vocabulary, L layers; slots S = T * top_k. GEMM: x (M, K), w (N, K),
-y = x @ w.T (M, N); expert weights (E, N, K).
+E experts, F expert width, L layers. GEMM: x (M, K), w (N, K), y = x @ w.T (M, N); expert weights
+(E, N, K). V is not a size: it is an expert's weight as it is quantized, W / o (model.py).
 """
