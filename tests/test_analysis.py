@@ -10,22 +10,23 @@ import rollout
 from quads_min import analysis, checkpoint, nvfp4
 from quads_min.modes import ARITHMETICS, Arithmetic
 
-TINY = rollout.SHIPPED / "tiny.pt"
 ENGINE = partial(rollout.Engine, backend="torch")
+
+
+def shipped(name):
+    return checkpoint.load_policy(rollout.SHIPPED / f"{name}.pt", Arithmetic())
 
 
 @pytest.fixture(scope="module")
 def at():
-    policy, task = checkpoint.load_policy(TINY, Arithmetic())
+    policy, task = shipped("tiny")
     return analysis.Setting(policy, task, ENGINE, rollout.held_out_prompts(task, 12), 0)
 
 
 @pytest.mark.parametrize("name", ARITHMETICS)
 def test_an_engine_that_is_listened_to_samples_the_same_bits(at, name):
     heard, _ = analysis.roll_out(at, ARITHMETICS[name])
-    noise, task = torch.Generator().manual_seed(0), at.task
-    limits = (task.max_new_tokens, task.eos, task.pad)
-    alone = ENGINE(at.policy, ARITHMETICS[name]).generate(at.prompts, *limits, generator=noise)
+    alone, _ = rollout.sample(ENGINE(at.policy, ARITHMETICS[name]), at.task, at.prompts)
     assert all(map(torch.equal, heard, alone))
 
 
@@ -39,12 +40,11 @@ def test_two_equal_sides_have_no_error_and_a_changed_expert_shows(at):
     same = analysis.layer_errors(at.policy, live, (choice.flip(-1), flipped), (choice, heard))
     assert same == dict.fromkeys(("input", "output", "choice"), [0.0] * 3)
     other = copy.deepcopy(at.policy)
-    with torch.no_grad():
-        other.layers[1].down.weight *= 2
+    other.layers[1].down.weight.data *= 2
     _, *changed = analysis.read(at._replace(policy=other), Arithmetic(), completions)
     found = analysis.layer_errors(at.policy, live, (choice, heard), changed)
-    assert found["input"][:2] == [0, 0] and found["output"][0] == 0 < found["input"][2]
-    assert found["output"][1] == pytest.approx(0.5)
+    assert found["input"][:2] == [0, 0] and found["output"][:2] == [0, pytest.approx(0.5)]
+    assert found["input"][2] > 0
 
 
 def test_planted_channels_can_be_zeroed(at):
@@ -57,9 +57,8 @@ def test_planted_channels_can_be_zeroed(at):
 @pytest.mark.parametrize("name", ["tiny", "base"])
 def test_98_percent_of_the_planted_channels_weights_round_to_zero(name):
     """They carry nothing that NVFP4 keeps, as the README tells a sceptic."""
-    policy, _ = checkpoint.load_policy(TINY.with_stem(name), Arithmetic())
     kept = []
-    for linear in (layer.gate_up for layer in policy.layers):
+    for linear in (layer.gate_up for layer in shipped(name)[0].layers):
         v = nvfp4.encode(linear.scaled_weight().to(torch.bfloat16), "tensor").dequantize()
         kept.append(v[..., linear.outliers != 1] != 0)
     assert 0.975 < 1 - torch.stack(kept).float().mean() < 0.985
@@ -67,9 +66,8 @@ def test_98_percent_of_the_planted_channels_weights_round_to_zero(name):
 
 def test_a_crossing_is_interpolated_or_absent():
     rows = [{"drift": 0.1, "x": [1.0, 2.0]}, {"drift": 0.2, "x": [5.0, 2.0]}]
-    assert analysis.crossing(rows, "x") == pytest.approx(0.125)
-    assert analysis.crossing(rows[1:], "x") == 0.2  # no better from the first row on
-    assert analysis.crossing(rows[:1], "x") is None
+    found = [analysis.crossing(part, "x") for part in (rows, rows[1:], rows[:1])]
+    assert found == [pytest.approx(0.125), 0.2, None]  # 0.2: no better from the first row on
 
 
 def test_the_command_logs_and_prints(monkeypatch, tmp_path, capsys):

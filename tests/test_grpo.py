@@ -1,8 +1,5 @@
-"""grpo.py: the objective and its measures, on numbers small enough to check by hand.
-
-A value printed to n digits is compared to half of the last one. Otherwise bit-equal, or `approx`:
-1e-6 relative, 8 ulp, for the rounding of short fp32 sums.
-"""
+"""grpo.py on numbers small enough to check by hand. A value printed to n digits is compared to half
+of the last one; otherwise bit-equal, or `approx`: 1e-6 relative, 8 ulp."""
 
 from math import e
 
@@ -11,27 +8,23 @@ import torch
 from pytest import approx, mark, raises
 from test_model import policy_of
 
-import rollout
 from quads_min import grpo
 from quads_min.modes import ARITHMETICS
+from rollout import Engine
 
 
 def test_both_sides_take_logprobs_at_the_sampling_temperature():
-    """Logits [2, 0] at 0.5: log p(0) = -log(1 + e^-4) = -0.01815; token 1 at its rate (4 sigma).
-
-    Without attention and experts all of norm(h) is 1 in bf16, so heads of 2 / D and 0 give 2 and 0.
-    """
+    """Logits [2, 0] at 0.5: log p(0) = -log(1 + e^-4) = -0.01815; token 1 at its rate (4 sigma)."""
     policy = policy_of(layers=1)
     for p, value in (policy.embed, 1), (policy.layers[0].out, 0), (policy.layers[0].down.weight, 0):
-        p.data.fill_(value)
+        p.data.fill_(value)  # without attention and experts norm(h) is 1 in bf16
     policy.head.data[:] = torch.tensor([2 / 32, 0.0] + [-99.0] * 16).unsqueeze(1)
     prompts, noise = torch.zeros(4000, 2, dtype=torch.int64), torch.Generator().manual_seed(0)
-    out = rollout.Engine(policy, ARITHMETICS["bf16"]).generate(prompts, 1, 16, 17, 1, 0.5, noise)
+    out = Engine(policy, ARITHMETICS["bf16"]).generate(prompts, 1, 16, 17, 1, 0.5, noise)
     mine, _ = grpo.token_logprobs(policy(prompts, logits_from=1).logits, out.tokens, 0.5)
+    want, p = torch.tensor([-0.01815, -4.01815])[out.tokens], 1 / (1 + e**4)
     for logprobs in mine, out.logprobs:
-        want = torch.tensor([-0.01815, -4.01815])[out.tokens]
         torch.testing.assert_close(logprobs, want, rtol=0, atol=5e-6)
-    p = 1 / (1 + e**4)
     assert abs(out.tokens.float().mean() - p) < 4 * (p * (1 - p) / 4000) ** 0.5
 
 
@@ -49,10 +42,10 @@ def test_log_softmax_is_fp32_whatever_the_logits():
 def test_advantages_are_normalized_per_group_by_the_population_std():
     """0.35 * 7 / 7 rounds to another number than 0.35, yet equal rewards give exactly 0."""
     A = grpo.group_advantages
-    assert A(torch.eye(1, 4))[0].tolist() == approx([1.732, -0.577, -0.577, -0.577], abs=5e-4)
-    for rewards in ([[0.35] * 7], [[1.0, 1.0], [0.0, 0.0]]):
-        assert not A(torch.tensor(rewards)).any()
-    for shape in ((4, 1), (4, 0), (4,), (2, 2, 2)):
+    two = A(torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]])).flatten().tolist()
+    assert two == approx([1.732, -0.577, -0.577, -0.577, 0, 0, 0, 0], abs=5e-4)
+    assert not A(torch.full((1, 7), 0.35)).any() and not A(torch.tensor([[1, 1], [0, 0]])).any()
+    for shape in (4, 1), (4, 0), (4,), (2, 2, 2):
         with raises(ValueError, match="G >= 2"):
             A(torch.ones(shape))
 
@@ -65,8 +58,7 @@ def test_masks_come_from_lengths():
 
 def test_importance_weights_compare_old_with_rollout_and_carry_no_gradient():
     """Rollout -2, old -1, current -0.5: min(e^1, C), never e^1.5; mis masks what is above C."""
-    old = torch.tensor([[-1.0, -2.0, -2.0]]).requires_grad_()
-    engine = torch.tensor([[-2.0, -2.0, -1.0]])
+    old, engine = torch.tensor([[-1.0, -2, -2]]).requires_grad_(), torch.tensor([[-2.0, -2, -1]])
     first = {("tis", 2): 2, ("tis", 9): e, ("mis", 2): 0, ("mis", 9): e, ("mis", 1): 0}
     for (correction, cap), want in first.items():  # at the cap, e^0 = 1, mis keeps a token
         w = grpo.importance_weights(old, engine, correction, cap)
@@ -76,39 +68,23 @@ def test_importance_weights_compare_old_with_rollout_and_carry_no_gradient():
         grpo.importance_weights(old, engine, "is", 2.0)
 
 
-def test_the_clip_is_active_where_it_stops_the_gradient_and_weights_are_constants():
-    """Ratio above 1 + c for A > 0 and below 1 - c for A < 0, nowhere else: 2 of 6 real tokens.
-    The second column is padding, which plays no part."""
-    ratio, A = torch.tensor([1.3, 1.1, 0.5, 0.5, 0.9, 1.5]), torch.tensor([1.0, 1, 1, -1, -1, -1])
-    logprobs = torch.stack([ratio.log(), torch.full((6,), 30.0)], 1).requires_grad_()
-    old, weights, mask = torch.zeros(6, 2), torch.full((6, 2), 2.0), torch.tensor([[True, False]])
-    loss, share = grpo.policy_loss(logprobs, old, A, mask.expand(6, 2), 0.2, weights)
-    loss.backward()
-    assert share.item() == approx(2 / 6) and loss.item() == approx(0.4 / 6 * 2)
-    assert logprobs.grad[:, 0].tolist() == approx([0, -2.2 / 6, -1 / 6, 0, 0.3, 0.5])
-    assert not logprobs.grad[:, 1].any()
-
-
 @mark.parametrize("name", ["bf16", "fp8", "w4a16", "w4a4"])
 def test_the_ratio_is_exactly_one_in_the_first_mini_batch_and_not_in_the_second(name):
-    """Old log-probs come from the same rows, order and code path: bit-equal until the first step.
-    The first loss is minus the mean advantage; its gradient is not zero. And there is no dropout:
-    training mode repeats evaluation mode to the bit."""
-    policy, tokens, A = policy_of(name), torch.randint(18, (16, 10)), torch.randn(16)
-    first, second, mask = slice(8), slice(8, 16), torch.ones(8, 5, dtype=torch.bool)
+    """There is no dropout: training mode repeats evaluation mode to the bit."""
+    policy, tokens = policy_of(name), torch.randint(18, (16, 10))
 
     def logprobs(rows):
         logits = policy(tokens[rows, :-1], logits_from=4).logits
         return grpo.token_logprobs(logits, tokens[rows, 5:], 0.7)[0]
 
-    old = [logprobs(rows).detach() for rows in (first, second)]
-    loss, share = grpo.policy_loss(logprobs(first), old[0], A[first], mask)
+    first, second = slice(8), slice(8, 16)
+    old, old_second = (logprobs(rows).detach() for rows in (first, second))
+    loss, share = grpo.policy_loss(logprobs(first), old, torch.arange(8) - 2.0, old < 1)
     loss.backward()
-    assert torch.equal(logprobs(first), old[0]) and share == 0
-    assert loss.item() == approx(-A[first].mean().item()) and policy.head.grad.norm() > 0.01
-    assert torch.equal(policy.eval() and logprobs(first), old[0])
+    assert torch.equal(logprobs(first), old) and torch.equal(policy.eval() and logprobs(first), old)
+    assert loss.item() == approx(-1.5) and share == 0 and policy.head.grad.norm() > 0.01
     torch.optim.AdamW(policy.parameters(), 1e-4).step()
-    assert (logprobs(second) != old[1]).all()
+    assert (logprobs(second) != old_second).all()
 
 
 def test_k3_of_a_trainer_that_finds_the_token_less_likely():
@@ -131,17 +107,14 @@ def test_mismatch_equals_numpy_over_real_tokens(B):
     assert [got[k].item() for k in ("gap_mean", "gap_p99", "gap_max", "kl")] == approx(want)
 
 
-def test_choice_mismatch_compares_sets_over_the_tokens_that_were_read():
-    """Two layers of three tokens, the last not read: 2 of 4 differ; order does not matter."""
+def test_choices_are_compared_as_sets_and_gaps_sorted_by_both_signs_over_real_tokens():
+    """Two layers of three tokens, the last not read: 2 of 4 differ. Four rows of two tokens, the
+    last of the last row padding: 7 count."""
     ours = torch.tensor([[[[0, 1], [2, 3], [0, 1]], [[0, 1], [2, 3], [0, 1]]]])
     theirs = torch.tensor([[[[1, 0], [2, 1], [2, 3]], [[0, 3], [3, 2], [2, 3]]]])
     assert grpo.choice_mismatch(ours, theirs, torch.tensor([[True, True, False]])) == 2 / 4
-
-
-def test_gap_by_advantage_sorts_the_gap_by_both_signs():
-    """Four rows of two tokens, the last token of the last row padding: seven tokens count."""
     old = torch.tensor([[0.7, -1.4], [2.1, -2.8], [3.5, -3.5], [4.2, 9.0]])
-    mask, A = torch.tensor([[True, True]] * 3 + [[True, False]]), torch.tensor([1.0, -0.5, 0, -2])
+    mask, A = grpo.token_mask(torch.tensor([2, 2, 2, 1]), 2), torch.tensor([1.0, -0.5, 0, -2])
     found = grpo.gap_by_advantage(torch.zeros(4, 2), old, A, mask)
     want = {"mass_pos_pos": 0.1, "mass_pos_neg": 0.2, "mass_neg_pos": 0.9, "mass_neg_neg": 0.4}
     assert {k: v.item() for k, v in found.items()} == approx(want)
