@@ -177,6 +177,7 @@ def main(cfg: Config) -> dict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     run = Path(cfg.out) / f"{cfg.label}-s{cfg.seed}"
+    log = runs.Log(run)
     state = runs.find_checkpoint(run, asdict(cfg))  # None: a new run
 
     task, (rollout_arithmetic, trainer_arithmetic) = cfg.task, cfg.arithmetics
@@ -184,7 +185,6 @@ def main(cfg: Config) -> dict:
     warm = Path(cfg.init) if cfg.init else SHIPPED / f"{cfg.preset}.pt"
     start_from = run / "checkpoint.pt" if state else warm
     checkpoint.load_weights(policy, state or checkpoint.load(start_from), start_from, bool(state))
-    runs.make_folder(run)
     engine = Engine(policy, rollout_arithmetic, cfg.backend, cfg.engine_drift)
     same = rollout_arithmetic == trainer_arithmetic and not cfg.engine_drift
     trainer_engine = engine if same else Engine(policy, trainer_arithmetic, cfg.backend)
@@ -229,8 +229,11 @@ def main(cfg: Config) -> dict:
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
         return loss.detach(), clip_share, grad_norm
 
-    log = runs.Log(run / "log.jsonl", state)
     with log, runs.graceful_interrupt() as interrupted:
+        if state:
+            log.rewind(state)
+        else:
+            runs.save(run, policy, task, optimizer, generators, log, asdict(cfg), 0)
         describe(cfg, engine, log, done)
         steps = range(done, cfg.steps)
         bar = tqdm(steps, cfg.label, initial=done, total=cfg.steps, disable=None)
@@ -445,6 +448,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     modes = list(MODES) if modes == "all" else modes.split(",")
     given = PRESETS.get(preset, {}) | given
     pairs = [(m, int(s)) for s in seeds.split(",") for m in modes]
+    if len({*pairs}) < len(pairs):
+        raise ValueError("a mode or a seed is named twice; each pair is one run")
     return args, [Config(**{**given, "mode": m, "seed": s}) for m, s in pairs]
 
 
@@ -453,6 +458,9 @@ def cli(argv: list[str]) -> int:
     try:
         args, configs = parse(argv)
         if args.warm_start:
+            if len(configs) > 1 or configs[0].init:
+                raise ValueError("--warm-start makes one policy, from nothing: give one seed, no "
+                                 "--init; modes play no part in it")  # fmt: skip
             warm_start(configs[0])
             return 0
         for cfg in configs:

@@ -14,7 +14,7 @@ and every expert matmul of both notes its calls. `measure` collects, `text` prin
     drift           noise on the engine's expert inputs, as a share of their rms
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -235,12 +235,13 @@ def text(result: dict) -> str:
 
 def main() -> None:
     """Print the tables of what `rollout.py --errors --log` wrote last."""
+    parser = argparse.ArgumentParser("analysis", description=main.__doc__)
+    parser.add_argument("log")
     try:
-        (path,) = sys.argv[1:]
-        *_, last = report.read_lines(path, "errors")
+        *_, last = report.read_lines(parser.parse_args().log, "errors")
         print(text(last["errors"]))
-    except (ValueError, OSError) as e:
-        sys.exit(f"analysis: error: expected one log of rollout.py --errors: {e}")
+    except (ValueError, OSError, LookupError, TypeError) as e:
+        parser.exit(2, f"analysis: error: expected a log of rollout.py --errors: {e}\n")
 
 
 if __name__ == "__main__":

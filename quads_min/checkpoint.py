@@ -18,12 +18,21 @@ FORMAT = "quads_min checkpoint 1"
 
 
 def save(path: Path, policy: MoETransformer, task: ChainTask, dtype=torch.float32, **more) -> None:
-    """Write the policy, in `dtype`, and `more` to a temporary file, then rename it to `path`."""
+    """Write the policy, in `dtype`, and `more` to a temporary file, then rename it to `path`.
+
+    Raises FloatingPointError on inf or NaN weights and OSError; what `path` held is kept then.
+    """
+    if bad := policy.nonfinite():
+        raise FloatingPointError(f"{path}: not written, inf or NaN in {', '.join(bad)}")
     weights = {k: v.to(dtype) for k, v in policy.state_dict().items()}
     content = {"format": FORMAT, "task": asdict(task), "model": asdict(policy.config)}
     temporary = path.with_name(path.name + ".tmp")
-    torch.save({**content, "weights": weights, **more}, temporary)
-    temporary.replace(path)
+    try:
+        torch.save({**content, "weights": weights, **more}, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as e:  # the latter is torch's, on a full disk
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path}: cannot be written; what it held is kept ({e})") from e
 
 
 def load(path: Path) -> dict:
@@ -44,8 +53,13 @@ def load_weights(policy: MoETransformer, content: dict, path: Path, outliers: bo
     """Copy a checkpoint's weights into `policy`; outliers=False keeps its own planted channels."""
     own = {} if outliers else {k: v for k, v in policy.state_dict().items() if "outliers" in k}
     try:
+        for name in ("heads", "top_k"):  # which no shape shows
+            if content["model"][name] != getattr(policy.config, name):
+                raise TypeError(f"{name} is {content['model'][name]} there")
+        if not all(map(torch.is_floating_point, content["weights"].values())):
+            raise TypeError("weights must be floating-point tensors")
         policy.load_state_dict(content["weights"] | own)
-    except (KeyError, TypeError, RuntimeError) as e:
+    except (KeyError, TypeError, AttributeError, RuntimeError) as e:
         raise ValueError(f"{path}: not of these sizes: {str(e).splitlines()[-1].strip()}") from e
 
 
@@ -54,8 +68,10 @@ def load_policy(path: Path, arithmetic: Arithmetic) -> tuple[MoETransformer, Cha
     content = load(path)
     try:
         task, config = ChainTask(**content["task"]), ModelConfig(**content["model"])
-    except (KeyError, TypeError) as e:
+        if config.vocab != task.vocab or config.max_len < task.prompt_len + task.max_new_tokens:
+            raise TypeError("its task does not fit its model")
+        policy = make_policy(config, arithmetic)
+    except (KeyError, TypeError, RuntimeError) as e:
         raise ValueError(f"{path}: written by another version of quads_min ({e})") from e
-    policy = make_policy(config, arithmetic)
     load_weights(policy, content, path)
     return policy, task

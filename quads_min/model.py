@@ -49,11 +49,13 @@ class ModelConfig:
     outlier_seed: int = 0
 
     def __post_init__(self):
-        width, blocks = self.width, f"a positive multiple of {QBLOCK}"
+        width, blocks = self.width, f"a multiple of {QBLOCK}"
         mantissa = torch.tensor(self.outlier_gain).frexp().mantissa
+        sizes = ("vocab", "max_len", "width", "layers", "experts", "expert_width")
         for name, fits, rule in (
-            ("width", width > 0 and width % QBLOCK == 0, blocks),
-            ("expert_width", self.expert_width > 0 and self.expert_width % QBLOCK == 0, blocks),
+            *((size, 1 <= getattr(self, size) < 2**17, "from 1 to 131071") for size in sizes),
+            ("width", width % QBLOCK == 0, blocks),
+            ("expert_width", self.expert_width % QBLOCK == 0, blocks),
             ("heads", self.heads > 0 and width % (2 * self.heads) == 0, "a divisor of width / 2"),
             ("top_k", 1 <= self.top_k <= self.experts, f"from 1 to experts={self.experts}"),
             ("outlier_gain", mantissa == 0.5, "a power of two, else it changes the bf16 function"),

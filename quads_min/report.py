@@ -104,8 +104,8 @@ def by_label(runs: list[dict]) -> dict[str, list[dict]]:
         if run["end"]:
             groups.setdefault(run["config"]["label"], []).append(run)
     for label, group in groups.items():
-        items = [run["config"]["config"].items() for run in group]
-        knobs = [{(k, v) for k, v in i if isinstance(v, int | float)} for i in items]
+        runs_knobs = [run["config"]["config"] | {"steps": run["end"]["step"]} for run in group]
+        knobs = [{(k, v) for k, v in r.items() if isinstance(v, int | float)} for r in runs_knobs]
         mixed = {k for others in knobs for k, _ in others ^ knobs[0]} - FREE
         if mixed or len({run["config"]["seed"] for run in group}) < len(group):
             why = f"differ in {', '.join(sorted(mixed))}" if mixed else "repeat a seed"
@@ -197,8 +197,12 @@ def by_measure(runs: list[dict], measures: list[str]) -> str:
 def cross_table(path: str | Path) -> str:
     """A row per mode of training, a column per arithmetic (bold: the mode's own), from the lines of
     `rollout.py CHECKPOINT ... --arithmetic all --log`."""
-    groups, rows = {}, {}
-    for line in read_lines(path, "pass@1"):
+    groups, rows, lines = {}, {}, read_lines(path, "pass@1")
+    kinds = {(*line["pass@1"], line.get("prompts"), line.get("seed")) for line in lines}
+    if len(kinds) > 1 or len({line["checkpoint"] for line in lines}) < len(lines):
+        raise ValueError(f"{path}: a checkpoint twice, or lines of other arithmetics, prompts or "
+                         "seeds; log one kind")  # fmt: skip
+    for line in lines:
         folder = line["checkpoint"].split("/")[0]
         name = "warm start" if folder == "checkpoints" else folder.rsplit("-s", 1)[0]
         groups.setdefault(name, []).append(line["pass@1"])
@@ -257,6 +261,8 @@ def main(argv: list[str] | None = None) -> None:
             figure(runs, args.figure, measures or [*TITLES])
     except (ValueError, OSError) as error:
         parser.exit(2, f"report: error: {error}\n")
+    except (LookupError, TypeError, AttributeError) as error:
+        parser.exit(2, f"report: error: not logs that train.py and rollout.py wrote: {error!r}\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The folder of a run: a log that only grows, a checkpoint that is replaced whole, and resuming.
 
-Killed at any moment, a run loses at most the steps since its last checkpoint: resuming restores
-weights, optimizer and random generators, cuts the log back to where it stood, and repeats what is
-missing, bit for bit on one device. Next: report.py.
+Killed at any moment, a run loses at most the steps since its last checkpoint (the first is written
+before the first step): resuming restores weights, optimizer and random generators, cuts the log
+back to where it stood, and repeats what is missing, bit for bit on one device. Next: report.py.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from quads_min import checkpoint
+from quads_min import checkpoint, report
 
 # knobs that a resumed run may change (another device adds in another order; the rest is neutral)
 FREE = "out", "resume", "steps", "checkpoint_every", "log_every", "check_weights", "init", "device"
@@ -36,19 +36,25 @@ def make_folder(path: Path) -> None:
 
 
 def find_checkpoint(run: Path, config: dict) -> dict | None:
-    """The checkpoint to resume from, None for a new run; ValueError if it is another run's."""
+    """The checkpoint to resume from, None for a new run; ValueError if it is another run's. To be
+    called with the log open, so that no other process is about to write either."""
     path, log = run / "checkpoint.pt", run / "log.jsonl"
-    if not config["resume"] and (path.exists() or log.exists()):
+    held = log.stat().st_size
+    if not config["resume"] and (path.exists() or held):
         raise ValueError(f"{run} already holds a run; continue it with --resume or choose --out")
-    if not path.exists():
+    if not path.exists() and not held:
         return None
     state = checkpoint.load(path)
     if bad := [part for part, kind in PARTS.items() if not isinstance(state.get(part), kind)]:
         raise ValueError(f"{path}: no run can resume from it, {', '.join(bad)} missing or damaged")
-    if not log.exists() or log.stat().st_size < state["log_bytes"]:
+    if not 0 <= state["log_bytes"] <= held:
         raise ValueError(f"{log}: missing, or shorter than when {path.name} was written")
-    if other := {k: v for k, v in state["config"].items() if k not in FREE and config.get(k) != v}:
-        raise ValueError(f"{run}: the run to resume has other knobs than this command: {other}")
+    of_log = report.read_log(log)["config"]["config"] if state["log_bytes"] else state["config"]
+    for what, other in (("checkpoint", state["config"]), ("log", of_log)):
+        names = [k for k in {**config, **other} if k not in FREE and config.get(k) != other.get(k)]
+        if names:
+            found = ", ".join(f"{k}={other.get(k)!r}" for k in names)
+            raise ValueError(f"{run}: its {what} is of a run with other knobs than this: {found}")
     if state["step"] > config["steps"]:
         raise ValueError(f"{run}: already at step {state['step']}, past --steps {config['steps']}")
     return state
@@ -69,16 +75,20 @@ def save(run: Path, policy, task, optimizer, generators, log: "Log", config: dic
 def restore(state: dict, optimizer, generators, device: torch.device, run: Path) -> int:
     """The inverse of `save`, but for the weights; returns the number of steps done."""
     try:
-        optimizer.load_state_dict(state["optimizer"])
+        moments = state["optimizer"]["state"]  # alone: learning rate and so on are the command's
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
         for name, generator in {**generators, "cpu": torch.default_generator}.items():
             generator.set_state(state["rng"][name])
     except (ValueError, KeyError, TypeError, RuntimeError) as e:
         raise ValueError(f"{run / 'checkpoint.pt'}: damaged, or of another model ({e!r})") from e
-    if len(optimizer.state) != sum(len(group["params"]) for group in optimizer.param_groups):
-        raise ValueError(f"{run / 'checkpoint.pt'}: its optimizer state is missing or incomplete")
-    for p, moments in optimizer.state.items():  # the fused step would not look
-        if any(moments[k].shape != p.shape for k in ("exp_avg", "exp_avg_sq")):
-            raise ValueError(f"{run / 'checkpoint.pt'}: optimizer state of another model")
+    updates = state["step"] * state["config"]["minibatches"]
+    for p in optimizer.param_groups[0]["params"] if updates else ():  # the step would not look
+        found = {k: getattr(v, "shape", None) for k, v in optimizer.state[p].items()}
+        if found != {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape} or (
+            optimizer.state[p]["step"] != updates
+        ):
+            raise ValueError(f"{run / 'checkpoint.pt'}: its optimizer state is incomplete, or not "
+                             f"of this model after {updates} updates")  # fmt: skip
     if device.type == "cuda" and "cuda" in state["rng"]:
         torch.cuda.set_rng_state(state["rng"]["cuda"], device)
     return state["step"]
@@ -87,17 +97,22 @@ def restore(state: dict, optimizer, generators, device: torch.device, run: Path)
 class Log(AbstractContextManager):
     """JSON lines, one event each. Locked while open, so that no two processes write one run."""
 
-    def __init__(self, path: Path, state: dict | None):
-        self.file = path.open("a", encoding="utf-8")
+    def __init__(self, run: Path):
+        make_folder(run)
+        self.file = (run / "log.jsonl").open("a", encoding="utf-8")
         if platform.system() != "Windows":
             import fcntl
 
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
-                raise ValueError(f"{path.parent}: another process is writing this run") from e
-        self.file.truncate(state["log_bytes"] if state else 0)  # what is cut happens again
-        self.began = time.perf_counter() - (state["seconds"] if state else 0.0)
+                raise ValueError(f"{run}: another process is writing this run") from e
+        self.began = time.perf_counter()
+
+    def rewind(self, state: dict) -> None:
+        """To where it stood when a checkpoint was written: what is cut happens again."""
+        self.file.truncate(state["log_bytes"])
+        self.began -= state["seconds"]
 
     def __exit__(self, *exception):
         self.file.close()

@@ -39,10 +39,11 @@ class ChainTask:
     max_new_tokens = property(lambda self: self.steps + 1)
 
     def __post_init__(self):
-        if self.prime < 3 or any(self.prime % d == 0 for d in range(2, int(self.prime**0.5) + 1)):
-            raise ValueError(f"prime must be an odd prime, got {self.prime}")
-        if self.steps < 1:
-            raise ValueError(f"chain steps must be 1 or more, got {self.steps}")
+        p = self.prime
+        if not 2 < p < 2**16 or any(p % d == 0 for d in range(2, int(p**0.5) + 1)):
+            raise ValueError(f"prime must be an odd prime below 65536, got {p}")
+        if not 1 <= self.steps <= 1000:
+            raise ValueError(f"chain steps must be from 1 to 1000, got {self.steps}")
 
     def sample_prompts(self, count: int, generator: torch.Generator, held_out: bool = False):
         """`count` random prompts of one side of the split, on the CPU: (count, P) int64."""

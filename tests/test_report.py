@@ -11,7 +11,7 @@ STEPS = (*range(10, 100, 10), *range(100, 1001, 50))
 EVALS = [0.4, 0.5, 0.6, 0.6, 0.7, 0.75, 0.85]  # steps 0, 50, ...; mean of the last 5: 0.7
 
 
-def write_log(at, label="quads", seed=0, trainer=EVALS, lost=0.1, end=True, lr=1e-4, device="cpu"):
+def write_log(at, label="quads", seed=0, trainer=EVALS, lost=0.1, end=1000, lr=1e-4, device="cpu"):
     """pass@1 deployed is `lost` below the trainer's."""
     events = [{"event": "config", "mode": label.split("+")[0], "label": label, "seed": seed,
                "commit": "abc", "backend": "torch", "device": device, "rollout": "W4",
@@ -19,7 +19,7 @@ def write_log(at, label="quads", seed=0, trainer=EVALS, lost=0.1, end=True, lr=1
     events += [{"event": "step", "step": step, "gap_mean": step / 1000} for step in STEPS]
     for i, value in enumerate(trainer):
         events.append({"event": "eval", "step": 50 * i, "deployed": value - lost, "trainer": value})
-    events += [{"event": "end", "step": 1000, "seconds": 90.0}] * end
+    events += [{"event": "end", "step": end, "seconds": 90.0}] * (end > 0)
     at.mkdir(exist_ok=True)
     (at / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return at / "log.jsonl"
@@ -43,7 +43,7 @@ def test_a_fall_of_20_points_is_a_collapse_and_less_is_not(tmp_path, best, colla
 
 
 def test_only_the_last_line_may_be_broken_and_a_config_must_be_there(tmp_path):
-    path, cut = write_log(tmp_path, end=False), '{"event": "end", "st'
+    path, cut = write_log(tmp_path, end=0), '{"event": "end", "st'
     config, rest = path.read_text().split("\n", 1)
     path.write_text(f"{config}\n{rest}{cut}")
     assert report.read_log(path)["end"] is None
@@ -59,7 +59,7 @@ def test_tables_order_average_and_name_what_they_leave_out(tmp_path):
     for label, seed, lost in [("quads", 0, 0.1), ("quads", 1, 0.1), ("naive+tis", 0, 0.3),
                               ("naive", 0, 0.3), ("bf16", 0, 0.12), ("bf16", 1, 0.08)]:  # fmt: skip
         write_log(tmp_path / f"{label}-{seed}", label, seed, lost=lost)
-    write_log(tmp_path / "dead", "naive", 1, end=False)
+    write_log(tmp_path / "dead", "naive", 1, end=0)
     shown = report.table(runs_in(tmp_path))
     assert shown.endswith(": 1 of 7 runs. naive seed 1: after step 1000.")
     bf16, naive, _, quads = cells(shown)[2:]
@@ -72,6 +72,7 @@ def test_tables_order_average_and_name_what_they_leave_out(tmp_path):
 
 @pytest.mark.parametrize(("other", "said"), [
     ({}, "repeat a seed"), ({"seed": 1, "lr": 1}, "in lr"), ({"device": "H200"}, "devices"),
+    ({"seed": 1, "end": 900}, "in steps"),
 ])  # fmt: skip
 def test_runs_of_one_label_may_differ_in_the_seed_alone(tmp_path, other, said):
     write_log(tmp_path / "a")
@@ -88,13 +89,19 @@ def test_the_cross_table_has_a_row_per_mode_and_a_column_per_arithmetic(tmp_path
         ["warm start (n = 1)", "40.0 ± -", "20.0 ± -"],
         ["quads (n = 2)", "85.0 ± 5.0", "**60.0 ± 10.0**"],
     ]
+    for odd in (found[0], {**found[0], "checkpoint": "quads-s2/x.pt", "prompts": 9}):
+        (tmp_path / "y").write_text((tmp_path / "x").read_text() + json.dumps(odd) + "\n")
+        with pytest.raises(ValueError, match="a checkpoint twice, or lines of other"):
+            report.cross_table(tmp_path / "y")
 
 
 def test_the_command_prints_and_draws_or_ends_in_one_line(tmp_path, capsys, monkeypatch):
     folder = str(write_log(tmp_path).parent)
+    (tmp_path / "odd").write_text('{"event": "config"}\n')
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for flags, said in (([f"{folder}/no"], "no log"), ([folder, "--labels", "quad"], "no log"),
                         ([folder, "--measures", "x"], "holds x"),
+                        ([f"{folder}/odd"], "not logs that"),
                         ([folder, "--figure", "x.png"], r"pip install -e '.[plot]'")):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             report.main(flags)

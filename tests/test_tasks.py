@@ -41,7 +41,7 @@ def test_the_reward_reads_the_token_before_the_first_eos_and_nothing_else(comple
     assert task.rewards(row[:, :8], row[:, 8:], length).item() == (completion in RIGHT)
 
 
-@pytest.mark.parametrize("size", [(2, 3), (1, 3), (9, 3), (25, 3), (-7, 3), (7, 0)])
+@pytest.mark.parametrize("size", [(2, 3), (2**61 - 1, 3), (1, 3), (9, 3), (25, 3), (-7, 3), (7, 0)])
 def test_impossible_tasks_are_refused(size):
-    with pytest.raises(ValueError, match=r"must be an odd prime|steps must be 1"):
+    with pytest.raises(ValueError, match=r"must be an odd prime|steps must be from 1"):
         ChainTask(*size)

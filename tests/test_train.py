@@ -79,13 +79,22 @@ def test_every_mode_trains_and_its_first_ratio_is_one(tmp_path, monkeypatch, fla
         assert "replay" not in flags or step["choice_mismatch"] == 0
 
 
-def test_the_warm_start_writes_a_bf16_checkpoint_that_init_starts_from(tmp_path):
+def test_the_warm_start_writes_a_bf16_checkpoint_that_init_starts_from(tmp_path, capsys):
     """At a learning rate of almost 0 the run ends where it started."""
     path = run(tmp_path, "--warm-start --warm-steps 3 --warm-batch 8") / "tiny.pt"
     ended = run(tmp_path, f"--init {path} --steps 1 --lr 1e-30") / "checkpoint.pt"
     begun, ended = (checkpoint.load(p)["weights"] for p in (path, ended))
     assert {w.dtype for w in begun.values()} == {torch.bfloat16}
+    refuses(capsys, tmp_path, "--warm-start", "tiny.pt already holds a policy")
     assert all(torch.equal(begun[name].float(), ended[name]) for name in begun)
+
+
+def test_a_policy_with_nan_is_never_written(tmp_path):
+    policy, task = checkpoint.load_policy(SHIPPED / "tiny.pt", ARITHMETICS["bf16"])
+    policy.norm.data[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="not written, inf or NaN in norm"):
+        checkpoint.save(tmp_path / "x.pt", policy, task)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("mode", ["quads", "bf16 --engine-drift 0.1"])
@@ -129,12 +138,13 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(whole, tmp_path, monkeypatc
 
 
 def refuses(capsys, out, flags, said, files="*"):
-    """Exit status 2, one line, and nothing changes on disk."""
-    before = {p: p.read_bytes() for p in out.rglob(files) if p.is_file()}
+    """Exit status 2, one line, and nothing changes on disk but for empty files."""
+    before = {p: p.read_bytes() for p in out.rglob(files) if p.is_file() and p.stat().st_size}
     assert train.cli(argv(out, flags)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train.py: error: ") and said in line
-    assert {p: p.read_bytes() for p in out.rglob(files) if p.is_file()} == before
+    after = {p: p.read_bytes() for p in out.rglob(files) if p.is_file() and p.stat().st_size}
+    assert after == before
 
 
 @pytest.mark.parametrize(("flags", "said"), [
@@ -144,6 +154,8 @@ def refuses(capsys, out, flags, said, files="*"):
     ("--out ''", "out must"), (f"--out {__file__}", "test_train.py"), ("--device x", "'x'"),
     ("--width 72", "multiple of 16"), ("--seeds 0,,1", "whole"), ("--init no.pt", "no.pt: not a "),
     (f"--init {SHIPPED / 'base.pt'}", "base.pt: not of these sizes: size mismatch for "),
+    ("--top-k 1", "tiny.pt: not of these sizes: top_k is 2"), ("--rac-ratio nan", "rac_ratio must"),
+    ("--seeds 1,1", "named twice"), ("--warm-start --seeds 1,2", "makes one policy"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(tmp_path, capsys, flags, said):
     refuses(capsys, tmp_path, flags, said)
@@ -151,10 +163,17 @@ def test_bad_flags_are_refused(tmp_path, capsys, flags, said):
 
 def test_a_run_is_never_overwritten_nor_written_by_two_nor_read_from_half_a_file(copy, capsys):
     refuses(capsys, copy.parent, "--steps 12", "already holds a run; continue it with --resume")
-    with runs.Log(copy / "log.jsonl", checkpoint.load(copy / "checkpoint.pt")):
+    with runs.Log(copy):
         refuses(capsys, copy.parent, "--steps 12 --resume", "another process is writing this run")
-    os.truncate(copy / "checkpoint.pt", 99_999)
-    refuses(capsys, copy.parent, "--steps 12 --resume", "checkpoint.pt: not a readable checkpoint")
+    path, flags = copy / "checkpoint.pt", "--steps 12 --resume"
+    with path.open("r+b") as file:
+        file.seek(99_999)
+        file.write(b"?")
+    refuses(capsys, copy.parent, flags, "not a readable checkpoint (ValueError('checksum of")
+    os.truncate(path, 99_999)
+    refuses(capsys, copy.parent, flags, "checkpoint.pt: not a readable checkpoint")
+    path.unlink()
+    refuses(capsys, copy.parent, flags, "not a readable checkpoint (FileNotFoundError")
 
 
 def half(content, path):
@@ -164,12 +183,19 @@ def half(content, path):
 
 @pytest.mark.parametrize(("damage", "said"), [
     (lambda s, log, patch: s.pop("optimizer"), "checkpoint.pt: no run can resume from it, optim"),
-    (lambda s, log, patch: s["optimizer"]["state"].pop(3), "optimizer state is missing or incompl"),
+    (lambda s, log, patch: s["optimizer"]["state"].pop(3), "optimizer state is incomplete, or not"),
+    (lambda s, log, patch: s["optimizer"]["state"][3].update(exp_avg=torch.ones(2)), "is incompl"),
+    (lambda s, log, patch: s.update(step=9), "not of this model after 18 updates"),
     (lambda s, log, patch: s["rng"].pop("noise"), "checkpoint.pt: damaged, or of another model"),
     (lambda s, log, patch: s["weights"].pop("head"), "checkpoint.pt: not of these sizes: Missing"),
     (lambda s, log, patch: s.update(weights=os.getcwd), "not a readable checkpoint (Unpickling"),
     (lambda s, log, patch: s.update(format="quads_min checkpoint 0"), "expected a file of format"),
-    (lambda s, log, patch: s["config"].update(seed=1), "other knobs than this command: {'seed': 1"),
+    (lambda s, log, patch: s["config"].update(seed=1), "other knobs than this: seed=1"),
+    (lambda s, log, patch: s["config"].pop("clip"), "other knobs than this: clip=None"),
+    (lambda s, log, patch: log.write_text(log.read_text().replace('"seed": 0', '"seed": 1')),
+     "its log is of a run with other knobs than this: seed=1"),
+    (lambda s, log, patch: s["model"].update(top_k=1), "not of these sizes: top_k is 1 there"),
+    (lambda s, log, patch: s["weights"].update(head=s["weights"]["head"].int()), "floating-point"),
     (lambda s, log, patch: s.update(step=13), "already at step 13, past --steps 12"),
     (lambda s, log, patch: log.unlink(), "log.jsonl: missing, or shorter"),
     (lambda s, log, patch: os.truncate(log, 99), "log.jsonl: missing, or shorter"),
@@ -178,7 +204,7 @@ def half(content, path):
     (lambda s, log, patch: patch(ChainTask, "rewards", lambda *_: torch.arange(8) / 0), "loss nan"),
     (lambda s, log, patch: patch(Engine, "sync", lambda e, sync=Engine.sync: e.programs or sync(e)),
      "step 12: engine and trainer multiply other weights"),
-    (lambda s, log, patch: patch(torch, "save", half), "No space left"),
+    (lambda s, log, patch: patch(torch, "save", half), "what it held is kept (No space left"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named_and_the_checkpoint_stays(copy, monkeypatch, capsys, damage, said):
     """A checkpoint damaged, hostile or another run's, a log cut short, a step that fails."""
@@ -189,9 +215,11 @@ def test_what_is_wrong_is_named_and_the_checkpoint_stays(copy, monkeypatch, caps
     refuses(capsys, copy.parent, "--steps 12 --resume --checkpoint-every 9", said, "*.pt")
 
 
-def test_rollout_evaluates_a_run_as_its_log_did(whole, capsys):
+def test_rollout_evaluates_a_run_as_its_log_did(whole, capsys, monkeypatch):
     flags = f"{whole / 'checkpoint.pt'} --device cpu --prompts 32 --show 0 --arithmetic".split()
     assert cli([*flags, "w4a16,w4a4+rac"]) == 0
     last = [f"{100 * logged(whole, 'eval')[-1][k]:.1f}" for k in ("trainer", "deployed")]
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == last
     assert cli([*flags, "w4a5"]) == 2 and "unknown w4a5" in capsys.readouterr().err
+    monkeypatch.setattr(Engine, "generate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert cli([*flags, "w4a4"]) == 130
