@@ -41,7 +41,7 @@ from quads_min.model import Routing, route
 from quads_min.nvfp4 import E4M3_MAX, FLT_MAX, QBLOCK, NVFP4Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret  # no GPU needed, and no inline assembly possible
-BLOCK_K = 128  # of the GEMMs: part of the order of summation, so one value for every shape
+K_TILE = 128  # BLOCK_K of the GEMMs: part of the order of summation, so one for every shape
 LONGEST_ROW = 16384  # channels that one program of quantize_kernel holds
 _E4M3_MAX, _FLT_MAX = tl.constexpr(E4M3_MAX), tl.constexpr(FLT_MAX)
 _EXPONENT = tl.constexpr(0x7F800000)  # the exponent bits of an fp32 number
@@ -55,6 +55,9 @@ _EXPONENT = tl.constexpr(0x7F800000)  # the exponent bits of an fp32 number
 # Products and sums must round separately, as in torch, so every launch disables fused multiply-add.
 # The kernel is bound by integer and fp32 instructions, not by memory: about 16 an element. Hence
 # x (bf16) is read as int32 words of an even and an odd channel, which is also how codes are packed.
+#
+# ASM, here and below: PTX that is faster than what Triton makes. The branch without it, which the
+# interpreter runs, is the definition; a first reading can skip the other.
 
 
 @triton.jit
@@ -101,8 +104,10 @@ def _e2m1_code(y):
 def _e4m3(s):
     """s fp32 in 0..448 -> (its E4M3 value in fp32, its code), RTNE.
 
-    Spacing = 2^-3 of the power of two at or below s, which counts as 2^-6 at least. Adding and
-    taking away 1.5 * 2^23 spacings rounds to it. (Casts to fp8 are wrong in the interpreter.)
+    Spacing = 2^-3 of the power of two 2^e at or below s, where e is -6 at least (0x3C800000).
+    Adding and taking away 1.5 * 2^23 spacings rounds to it, and leaves n = s / spacing, 0 to 16,
+    in the low bits. The code is 8 (e + 7) + n - 8 = 8 (e + 127) + n - 968; the exponent bits of
+    2^e, shifted by 20, are 8 (e + 127). (Casts to fp8 are wrong in the interpreter.)
     """
     power = tl.maximum(_bits(s) & _EXPONENT, 0x3C800000).to(tl.float32, bitcast=True)
     big = power * 1572864.0  # 2^-3 * 1.5 * 2^23
@@ -164,20 +169,20 @@ def quantize_kernel(
     EVEN: tl.constexpr,  # BLOCK_M divides M, BLOCK_K divides K
     ASM: tl.constexpr,
 ):  # fmt: skip
-    B: tl.constexpr = BLOCK_K // 16
+    BLOCKS: tl.constexpr = BLOCK_K // 16
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    block = tl.program_id(1) * B + tl.arange(0, B)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     in_m = tl.full((BLOCK_M,), True, tl.int1) if EVEN else m < M
-    in_b = tl.full((B,), True, tl.int1) if EVEN else block < K // 16
+    in_b = tl.full((BLOCKS,), True, tl.int1) if EVEN else block < K // 16
     inside = in_m[:, None] & in_b[None, :]
-    inside8 = tl.broadcast_to(inside[:, :, None], (BLOCK_M, B, 8))
+    inside8 = tl.broadcast_to(inside[:, :, None], (BLOCK_M, BLOCKS, 8))
     m = m.to(tl.int64)
     byte = block[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]  # of the row's K / 2
     row_b, row_s = m[:, None, None] * (K // 2), m[:, None] * (K // 16)
 
     # load, and find the scales
     pair = tl.load(x_ptr + row_b + byte, mask=inside8, other=0, eviction_policy="evict_first")
-    even = (pair << 16).to(tl.float32, bitcast=True)  # (BLOCK_M, B, 8)
+    even = (pair << 16).to(tl.float32, bitcast=True)  # (BLOCK_M, BLOCKS, 8)
     odd = (pair & -0x10000).to(tl.float32, bitcast=True)
     bmax = _block_max(even, odd, ASM)
     if GIVEN_S:
@@ -207,10 +212,10 @@ def quantize_kernel(
         row_s += M.to(tl.int64) * (K // 16)
         tl.store(packed_ptr + row_b + byte, packed, mask=inside8)
         tl.store(scale_ptr + row_s + block[None, :], scale, mask=inside)
-        e = tl.reshape(even * even + odd * odd, (BLOCK_M, B, 4, 2))
-        e = tl.sum(tl.reshape(tl.sum(e, 3), (BLOCK_M, B, 2, 2)), 3)
+        e = tl.reshape(even * even + odd * odd, (BLOCK_M, BLOCKS, 4, 2))
+        e = tl.sum(tl.reshape(tl.sum(e, 3), (BLOCK_M, BLOCKS, 2, 2)), 3)
         live = (tl.load(live_ptr + m, mask=in_m, other=0) != 0)[:, None]
-        e = _tree_sum(tl.where(live, tl.sum(e, 2), 0.0), BLOCK_M, B)
+        e = _tree_sum(tl.where(live, tl.sum(e, 2), 0.0), BLOCK_M, BLOCKS)
         at_e = tl.program_id(0).to(tl.int64) * (K // 16) + block
         tl.store(energy_ptr + at_e, e, mask=in_b)
 
@@ -225,7 +230,7 @@ def _energy(ptr, g, R, G, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def choose_kernel(
-    energy_ptr,  # (R, G) fp32, R at most BLOCK_R
+    energy_ptr,  # (R, G) fp32: R partial sums of G blocks, R at most BLOCK_R
     mask_ptr,  # (G,) uint8
     R, G, kept,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -265,7 +270,8 @@ def choose_kernel(
 
 
 def _two_bytes(select: str, odd: int, even: int, scale: int) -> str:
-    """PTX: two of the bytes in $4, to the tops of two halves, then as fp16 numbers times $scale."""
+    """PTX: two of the bytes in $4, to the tops of two halves, then as fp16 numbers times $scale.
+    A digit of `select` names a byte of the result: 0 to 3 of $4, 4 a zero."""
     nibbles = """shr.u32 v, c, 3; and.b32 v, v, 0x0E000E00;  // exponent and mantissa into place
                  lop3.b32 v, c, 0x80008000, v, 0xEA;         // and the sign: (c & mask) | v
               """
@@ -356,7 +362,7 @@ def load_tiled_scales(ptr, columns, column, BLOCK_K: tl.constexpr):
     return tl.reshape(tl.trans(s, 0, 3, 2, 1, 4), (128, tiles * 4))
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["slots"])
 def gemm_kernel(
     x_ptr,  # native: packed (packets, M, K / 2) uint8; emulated: planes (packets, 2, M, width) fp16
     xs_ptr,  # native: (packets, M, K / 16) fp8
@@ -367,9 +373,9 @@ def gemm_kernel(
     ws_ptr,  # native: tiled fp8 (E, N / 128, K / 64, 512); emulated: (E, N, K / 16) uint8
     wg_ptr,  # (E,) fp32
     expert_of_tile_ptr,  # GROUPED: (tiles,)
-    slot_of_row_ptr,  # GROUPED: (tiles * BLOCK_M,); S marks an empty row
-    y_ptr,  # (S, N) fp32; where programs share K (splits, S, N), unscaled
-    S, N, K,  # S: number of slots
+    slot_of_row_ptr,  # GROUPED: (tiles * BLOCK_M,); `slots` marks an empty row
+    y_ptr,  # (slots, N) fp32; where programs share K (splits, slots, N), unscaled
+    slots, N, K,
     width,  # of a row at x_ptr: K / 2, in the emulated path rounded up to 16
     split_k,  # channels of a split of K
     SLOTS_PER_ROW: tl.constexpr,  # slots that read a row of x
@@ -386,8 +392,8 @@ def gemm_kernel(
         slot = tl.load(slot_of_row_ptr + m).to(tl.int32)
         first = tl.load(slot_of_row_ptr + first).to(tl.int32)
         expert = tl.load(expert_of_tile_ptr + tl.program_id(1)).to(tl.int64)
-    if first < S:  # tiles fill from the front: an empty first row means an empty tile
-        live = slot < S
+    if first < slots:  # tiles fill from the front: an empty first row means an empty tile
+        live = slot < slots
         row = (slot // SLOTS_PER_ROW).to(tl.int64)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_n = (n < N)[:, None]
@@ -396,7 +402,8 @@ def gemm_kernel(
         w_row = expert * N + n.to(tl.int64)[:, None]
         w_ptrs, ws_ptrs = w_ptr + w_row * (K // 2) + c, ws_ptr + w_row * (K // 16) + b
         x_ptrs = x_ptr + row[:, None] * width + c
-        plane = (S // SLOTS_PER_ROW).to(tl.int64) * width  # native: a packet; emulated: half of one
+        rows = (slots // SLOTS_PER_ROW).to(tl.int64)
+        plane = rows * width  # native: a packet; emulated: half of one
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for split in range(SPLITS):
             start = (tl.program_id(2) * SPLITS + split) * split_k
@@ -424,7 +431,7 @@ def gemm_kernel(
                     if RESIDUAL:
                         keep = tl.load(mask_ptr + k // 16 + b, mask=b < (K - k) // 16, other=0) > 0
                         r = tl.load(x_ptrs + plane + k // 2, mask=in_x, other=0)
-                        xs_ptrs += (S // SLOTS_PER_ROW).to(tl.int64) * (K // 16)
+                        xs_ptrs += rows * (K // 16)
                         rs = tl.load(xs_ptrs, mask=in_xs & keep, other=0.0)
                         if tl.max(keep.to(tl.int32)) > 0:
                             acc = tl.dot_scaled(w, ws, "e2m1", r.T, rs, "e2m1", acc)
@@ -450,7 +457,7 @@ def gemm_kernel(
         at = slot[None, :].to(tl.int64) * N + n[:, None]
         in_y = live[None, :] & in_n
         if tl.num_programs(2) > 1:
-            at += tl.program_id(2).to(tl.int64) * S * N
+            at += tl.program_id(2).to(tl.int64) * slots * N
             tl.store(y_ptr + at, total, mask=in_y)
         else:
             if not NATIVE:
@@ -587,7 +594,7 @@ def k_splits(N: int, K: int) -> int:
     Depends on the weight alone, so that a row's bits do not depend on how many rows there are.
     """
     splits = 1
-    while splits < 8 and splits * triton.cdiv(N, 64) < 512 and splits * 4 * BLOCK_K <= K:
+    while splits < 8 and splits * triton.cdiv(N, 64) < 512 and splits * 4 * K_TILE <= K:
         splits *= 2
     return splits
 
@@ -609,9 +616,9 @@ def w4a4_gemm(
     The grid depends on shapes alone: fit for a CUDA graph.
     """
     M, N, K = _check_operands(x, w, routing, mask, native)
-    S, device = M if routing is None else routing.row_of_slot.numel(), x.packed.device
-    y = torch.empty(S, N, device=device)
-    if S == 0 or N == 0:
+    slots, device = M if routing is None else routing.row_of_slot.numel(), x.packed.device
+    y = torch.empty(slots, N, device=device)
+    if slots == 0 or N == 0:
         return y
     packets = 1 if mask is None else 2
     kept = not_read = x.packed  # stands for pointers that a variant leaves alone
@@ -622,7 +629,7 @@ def w4a4_gemm(
         else:
             width = triton.cdiv(K, 32) * 16
             planes = torch.empty(packets, 2, M, width, dtype=torch.float16, device=device)
-            kept = torch.empty(triton.cdiv(K, BLOCK_K), dtype=torch.int32, device=device)
+            kept = torch.empty(triton.cdiv(K, K_TILE), dtype=torch.int32, device=device)
             x_scale, w_scale = x.scale.view(torch.uint8), w.scale.view(torch.uint8)
             decode_kernel[(M, packets)](
                 x.packed, x_scale, not_read if mask is None else mask, planes, kept, M, K, width,
@@ -638,18 +645,18 @@ def w4a4_gemm(
             table = (routing.expert_of_tile, routing.slot_of_row)
             tiles = len(routing.expert_of_tile)
         shared = splits > 1 and M <= 64  # rows are few: a program a split; else it sums them all
-        out = torch.empty(splits, S, N, device=device) if shared else y
+        out = torch.empty(splits, slots, N, device=device) if shared else y
         gemm_kernel[(triton.cdiv(N, block_n), tiles, splits if shared else 1)](
             planes, x_scale, x.global_scale, not_read if mask is None else mask, kept,
-            w.packed, w_scale, w.global_scale, *table, out, S, N, K, width,
-            triton.cdiv(K, splits * BLOCK_K) * BLOCK_K, S // M, block_m, block_n, BLOCK_K,
+            w.packed, w_scale, w.global_scale, *table, out, slots, N, K, width,
+            triton.cdiv(K, splits * K_TILE) * K_TILE, slots // M, block_m, block_n, K_TILE,
             1 if shared else splits, routing is not None, mask is not None, native,
-            N % block_n == 0 and K % BLOCK_K == 0, not INTERPRETED,
+            N % block_n == 0 and K % K_TILE == 0, not INTERPRETED,
             num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
         if shared:
-            combine_kernel[(triton.cdiv(S * N, 512),)](
-                out, x.global_scale, w.global_scale, y, S * N, N, 1.0 if native else 16384.0,
+            combine_kernel[(triton.cdiv(slots * N, 512),)](
+                out, x.global_scale, w.global_scale, y, slots * N, N, 1.0 if native else 16384.0,
                 splits, 512, enable_fp_fusion=False,
             )  # fmt: skip
     return y

@@ -7,10 +7,11 @@
 Activations are quantized online, in every expert GEMM of every decode step; so is the residual of
 RAC, whose channel mask is chosen anew in each GEMM over the sequences that are still running:
 
-    r = x - x^,   m = the blocks with most energy in r,   r^ = DQ(Q(r * m)),   y = (x^ + r^) V^^T
+    r = x - x^,   m = the blocks with most energy in r,   r^ = DQ(Q(r * m)),   y = (x^ + r^) (V^)^T
 
-Residual stream, KV cache and dense weights are bf16 here (the trainer keeps fp32 masters and an
-fp32 residual stream): the natural drift between two sides that would otherwise compute the same.
+Both sides round dense weights, queries, keys and values to bf16. Embedding and residual stream are
+bf16 here and fp32 in the trainer, and sums have another order: the natural drift between two sides
+that would otherwise compute the same.
 
 As a script:
 
@@ -81,6 +82,7 @@ class TorchExperts(ExpertLinear):
             stored, operand = (v,), Operand(v.float(), None)
         if self.operand is None:
             self.stored, self.operand = stored, operand
+            return
         for mine, new in zip((*self.stored, *self.operand), (*stored, *operand), strict=True):
             if mine is not None:
                 mine.copy_(new)
@@ -269,7 +271,7 @@ class Engine:
     def sync(self) -> None:
         """Copy the policy's weights: dense ones rounded to bf16, experts quantized and packed. They
         are read where they were at the first call: update a policy in place."""
-        self.copy_weights(self.policy.embed[:1, :1].detach())
+        self.copy_weights(self.policy.embed[:1, :1].detach())  # Graphed wants a tensor: any will do
 
     @torch.no_grad()
     def _copy_weights(self, _) -> tuple:
@@ -343,6 +345,7 @@ class Engine:
                 out = self.model(read, P + i - 1, cache, live=live.unsqueeze(1))
                 logits = out.logits
                 choices.append(out.choices(B))  # (B, L, 1, top_k)
+            # inverse CDF: the first token whose cumulative probability reaches the uniform number
             cumulative = (logits[:, 0] / temperature).softmax(-1).cumsum(-1)  # (B, vocab)
             token = (cumulative < uniforms[:, i : i + 1] * cumulative[:, -1:]).sum(-1)
             logprob, _ = token_logprobs(logits[:, 0], token, temperature)

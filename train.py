@@ -50,7 +50,7 @@ class Config:
 
     mode: str = knob("quads", "row of quads_min/modes.py, several with commas, or all")
     seed: int = knob(0, "of prompts and sampling noise; --seeds 0,1,2 makes several runs")
-    preset: str = knob("base", "tiny (a CPU, minutes) or base (a GPU)")
+    preset: str = knob("base", "tiny (default on a CPU) or base (default on CUDA)")
     steps: int = knob(1000, "RL steps: rollouts of prompts * group_size sequences each")
     # the run's place
     out: str = knob("runs", "folder; each run gets a folder in it")
@@ -262,12 +262,14 @@ def main(cfg: Config) -> dict:
             # 5. log-probs under the trainer, before the first update: (B, N)
             read = torch.cat([prompts, rollout.tokens[:, :-1]], 1)  # (B, P + N - 1)
             mask = grpo.token_mask(rollout.lengths, N)
-            replay = rollout.choice if cfg.replay_routing else read[:, :0]  # Graphed: tensors only
+            empty = read[:, :0]  # stands in where a Graphed function wants a tensor
+            replay = rollout.choice if cfg.replay_routing else empty
             size = len(read) // cfg.minibatches
             batches = [slice(i, i + size) for i in range(0, len(read), size)]
-            old = [old_pass(read[b], rollout.tokens[b], replay[b]) for b in batches]
-            old = map(torch.cat, zip(*old, strict=True))
-            old_logprobs, entropy, spread, square, choice, identical = old
+            parts = [old_pass(read[b], rollout.tokens[b], replay[b]) for b in batches]
+            old_logprobs, entropy, spread, square, choice, identical = map(
+                torch.cat, zip(*parts, strict=True)
+            )
             weights = grpo.importance_weights(
                 old_logprobs, rollout.logprobs, cfg.correction, cfg.correction_cap
             )
@@ -428,7 +430,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Config]]:
     parser.add_argument("--warm-start", action="store_true", help="make the base policy instead")
     parser.add_argument("--seeds", help="several runs, such as 0,1,2")
     for f in fields(Config):
-        options = {**f.metadata, "help": f"{f.metadata['help']} (default: {f.default})"}
+        text = f.metadata["help"]
+        default = "" if "default" in text else f" (default: {f.default})"
+        options = {**f.metadata, "help": text + default}
         if f.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif "choices" not in options:

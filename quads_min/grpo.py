@@ -20,7 +20,7 @@ term by a weight:
     mis    exp(gap) where that is <= cap, else 0      masked importance sampling
 
 Source: GRPO, arXiv 2402.03300; loss averaged over all tokens of the batch as in DAPO, arXiv
-2503.14476. Shapes: B completions of T tokens. Next: tasks.py.
+2503.14476. Shapes: B completions of T tokens (train.py's N). Next: tasks.py.
 """
 
 import torch
@@ -121,7 +121,7 @@ def same_experts(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return (ours.sort(-1).values == theirs.sort(-1).values).all(-1)
 
 
-def choice_mismatch(ours: torch.Tensor, theirs: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """Share of (layer, token) pairs (B, L, T, top_k) with other experts, where `read` (B, T)."""
-    differs = ~same_experts(ours, theirs) & read.unsqueeze(1)
-    return differs.sum() / (read.sum().clamp(min=1) * ours.shape[1])
+def choice_mismatch(ours: torch.Tensor, theirs: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
+    """Share of (layer, token) pairs (B, L, T, top_k) with other experts, where `fed` (B, T)."""
+    differs = ~same_experts(ours, theirs) & fed.unsqueeze(1)
+    return differs.sum() / (fed.sum().clamp(min=1) * ours.shape[1])

@@ -2,7 +2,8 @@
 
 An *arithmetic* says how the routed experts' two GEMMs take their weights (W) and activations (A):
 bf16, fp8 (E4M3, a scale per row) or nvfp4. A mode is a pair of them, so that every ablation is one
-row of a table and no code asks for a mode by name. WxAy in a name counts bits. Next: grpo.py.
+row of a table, and neither train.py nor rollout.py asks for a mode by name. WxAy in a name counts
+bits; w4a16 and w16a4 name both an arithmetic and the mode whose engine runs it. Next: grpo.py.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ and activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weig
   first one's. In this toy the inputs differ so little that it does cancel most of it, and `sym`
   fails by not learning (README, C4).
 
-With V = W / o (o: model.py) and Q, DQ of nvfp4.py, one GEMM of the trainer is
+With V = W / o (o: model.py), rounded to bf16, and Q, DQ of nvfp4.py, one GEMM of the trainer is
 
     forward    V^ = DQ(Q(V)),  y = x (V^)^T                      product of exact planes, then g
     backward   dL/dV = dL/dV^ = (dL/dy)^T x,  dL/dx = dL/dy V^   straight through: Q is skipped

@@ -19,7 +19,8 @@ from statistics import fmean, stdev
 
 from quads_min.modes import MODES
 
-FREE = {"seed", "resume", "check_weights", "checkpoint_every", "log_every"}  # within a label
+# knobs in which the runs of one label may differ
+WITHIN = {"seed", "resume", "check_weights", "checkpoint_every", "log_every"}
 TITLES = {"deployed": "pass@1 deployed", "trainer": "pass@1 in the trainer's arithmetic",
           "gap_mean": "mean |gap| per token, nats"}  # fmt: skip
 LOGARITHMIC = {"gap_mean", "gap_p99", "mass_neg_neg", "mass_pos_pos", "grad_norm"}
@@ -106,7 +107,7 @@ def by_label(runs: list[dict]) -> dict[str, list[dict]]:
     for label, group in groups.items():
         runs_knobs = [run["config"]["config"] | {"steps": run["end"]["step"]} for run in group]
         knobs = [{(k, v) for k, v in r.items() if isinstance(v, int | float)} for r in runs_knobs]
-        mixed = {k for others in knobs for k, _ in others ^ knobs[0]} - FREE
+        mixed = {k for others in knobs for k, _ in others ^ knobs[0]} - WITHIN
         if mixed or len({run["config"]["seed"] for run in group}) < len(group):
             why = f"differ in {', '.join(sorted(mixed))}" if mixed else "repeat a seed"
             raise ValueError(f"runs labelled {label} {why}; pass only one kind")
