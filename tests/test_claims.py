@@ -107,6 +107,19 @@ def test_c8_nvfp4_weights_take_little_more_than_half_the_bytes_of_fp8():
     said("C8", "**estimate only", f"{16 / 9:.2f} times", f"here {size['fp8'] / size['quads']:.2f}")
 
 
+def test_bf16_ends_near_its_best_where_the_regime_was_chosen_and_where_it_was_used():
+    """The best mean of 5 evaluations in a row minus that of the last 5, in points, by seed."""
+    below = []
+    for folder in ("grid", "base"):
+        paths = sorted(RESULTS.glob(f"{folder}/bf16-s*.jsonl"))
+        for values in ([*report.curve(report.read_log(p), "trainer").values()] for p in paths):
+            means = [sum(values[i : i + 5]) / 5 for i in range(len(values) - 4)]
+            below.append(f"{100 * (max(means) - means[-1]):.1f}")
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"with bf16 {below[0]}, {below[1]} and {below[2]} points below its best" in text
+    assert f"bf16 is {', '.join(below[3:7])} and {below[7]} below" in text
+
+
 @pytest.mark.slow
 def test_the_directions_hold_again_on_tiny(tmp_path):
     """Every mode, seeds 0 and 1, about 20 minutes on two cores."""

@@ -221,5 +221,9 @@ def test_rollout_evaluates_a_run_as_its_log_did(whole, capsys, monkeypatch):
     last = [f"{100 * logged(whole, 'eval')[-1][k]:.1f}" for k in ("trainer", "deployed")]
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == last
     assert cli([*flags, "w4a5"]) == 2 and "unknown w4a5" in capsys.readouterr().err
-    monkeypatch.setattr(Engine, "generate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+
+    def ctrl_c(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "generate", ctrl_c)
     assert cli([*flags, "w4a4"]) == 130
