@@ -256,8 +256,8 @@ def choose_kernel(
 #                = (sum of code * s planes) * g_w * g_x
 #
 # A slot is a row of x, or, where experts are routed, a pair (token, expert) (model.Routing).
-# The weights sit on the M side of the tensor core (128 or 64 rows of them, always full), the tokens
-# on its N side (16 to 64). A weight tile is loaded and decoded once, for x^ and r^ alike.
+# The weights are the tensor core's first operand (128 or 64 rows of them, always full), the tokens
+# its second one (16 to 64). A weight tile is loaded and decoded once, for x^ and r^ alike.
 #
 # Emulated. A byte holds an even and an odd channel; two products, one over the even channels and
 # one over the odd ones, need no interleaving. Bit by bit, a nibble s e e m becomes the fp16 number
@@ -610,7 +610,7 @@ def w4a4_gemm(
         w: (N, K); with `routing` (E, N, K), one global scale an expert.
         routing: of model.route with tiles of 16, 32 or 64 rows; x has a row per token or per slot.
         mask: (K / 16,) bool: add the blocks of the residual packet that it keeps.
-        native: FP4 tensor cores (sm_100 and up), or decode to fp16.
+        native: FP4 tensor cores (where has_fp4), or decode to fp16.
     Raises:
         ValueError: shapes or dtypes that do not match, no CUDA.
     The grid depends on shapes alone: fit for a CUDA graph.

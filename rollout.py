@@ -120,7 +120,7 @@ class TritonExperts(TorchExperts):
 
     def __init__(self, experts, n, k, outliers, arithmetic: Arithmetic, drift: float, native: bool):
         super().__init__(experts, n, k, outliers, arithmetic, drift)
-        import kernels  # here alone, so that every other path works without Triton
+        import kernels  # not at the top, so that every other path works without Triton
 
         self.kernels, self.native = kernels, native
 

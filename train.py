@@ -156,6 +156,11 @@ class Config:
                 switches.append(f"{name}={text}")
         return "+".join([self.mode, *switches])
 
+    @property
+    def folder(self) -> Path:
+        """Of the run. Preset, steps and what shapes policy and task are not in its name."""
+        return Path(self.out) / f"{self.label}-s{self.seed}"
+
 
 # fmt: off
 PRESETS = {
@@ -176,7 +181,7 @@ def main(cfg: Config) -> dict:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    run = Path(cfg.out) / f"{cfg.label}-s{cfg.seed}"
+    run = cfg.folder
     log = runs.Log(run)
     state = runs.find_checkpoint(run, asdict(cfg))  # None: a new run
 
@@ -264,7 +269,7 @@ def main(cfg: Config) -> dict:
             mask = grpo.token_mask(rollout.lengths, N)
             empty = read[:, :0]  # stands in where a Graphed function wants a tensor
             replay = rollout.choice if cfg.replay_routing else empty
-            size = len(read) // cfg.minibatches
+            size = len(read) // cfg.minibatches  # equal shapes: the first ratio is exactly 1
             batches = [slice(i, i + size) for i in range(0, len(read), size)]
             parts = [old_pass(read[b], rollout.tokens[b], replay[b]) for b in batches]
             old_logprobs, entropy, spread, square, choice, identical = map(
@@ -467,6 +472,9 @@ def cli(argv: list[str]) -> int:
                                  "--init; modes play no part in it")  # fmt: skip
             warm_start(configs[0])
             return 0
+        for cfg in configs:  # fail now rather than after the runs before it
+            if not cfg.resume and (cfg.folder / "checkpoint.pt").exists():
+                raise ValueError(f"{cfg.folder} {runs.TAKEN}")
         for cfg in configs:
             summary = main(cfg)
             print(report.header(), report.row(summary), sep="\n", flush=True)

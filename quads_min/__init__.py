@@ -1,4 +1,4 @@
-"""quads_min: NVFP4 reinforcement learning for MoE models, small enough to read in one sitting.
+"""quads_min: NVFP4 reinforcement learning for MoE models, small enough to read in an afternoon.
 
 Reading order, as each docstring's end says: train.py (one RL step, in order), rollout.py (the
 engine), kernels.py (its GEMMs in Triton) at the root of the repository; here nvfp4.py (the format),

@@ -3,8 +3,9 @@
 *Asymmetric* here means that the two sides quantize differently. The engine must quantize weights
 and activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weights alone:
 
-- Weights are copied. After a sync both sides quantize the same tensor by the same function and
-  multiply identical numbers, bit for bit: no mismatch, and training learns around the error.
+- Weights are copied. After a sync both sides quantize the same tensor by the same function (or its
+  twin in kernels.py, which gives equal bits) and multiply identical numbers: no mismatch, and
+  training learns around the error.
 - Activations are recomputed on each side, from inputs that already differ a little; two on either
   side of a rounding threshold come out a whole E2M1 step apart. So, the paper argues, quantizing
   them in the trainer too (mode `sym`) adds this error on a second side instead of cancelling the

@@ -21,6 +21,7 @@ from quads_min import checkpoint, report
 
 # knobs that a resumed run may change (another device adds in another order; the rest is neutral)
 FREE = "out", "resume", "steps", "checkpoint_every", "log_every", "check_weights", "init", "device"
+TAKEN = "already holds a run; continue it with --resume or choose --out"
 # what a checkpoint holds besides the policy, for resuming
 PARTS = {"config": dict, "step": int, "optimizer": dict, "rng": dict, "log_bytes": int,
          "seconds": float}  # fmt: skip
@@ -41,7 +42,7 @@ def find_checkpoint(run: Path, config: dict) -> dict | None:
     path, log = run / "checkpoint.pt", run / "log.jsonl"
     held = log.stat().st_size
     if not config["resume"] and (path.exists() or held):
-        raise ValueError(f"{run} already holds a run; continue it with --resume or choose --out")
+        raise ValueError(f"{run} {TAKEN}")
     if not path.exists() and not held:
         return None
     state = checkpoint.load(path)

@@ -162,7 +162,8 @@ def test_bad_flags_are_refused(tmp_path, capsys, flags, said):
 
 
 def test_a_run_is_never_overwritten_nor_written_by_two_nor_read_from_half_a_file(copy, capsys):
-    refuses(capsys, copy.parent, "--steps 12", "already holds a run; continue it with --resume")
+    for mode in ("quads", "bf16,quads"):  # before the run of bf16, not after it
+        refuses(capsys, copy.parent, f"--steps 12 --mode {mode}", "quads-s0 already holds a run; ")
     with runs.Log(copy):
         refuses(capsys, copy.parent, "--steps 12 --resume", "another process is writing this run")
     path, flags = copy / "checkpoint.pt", "--steps 12 --resume"
