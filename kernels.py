@@ -12,12 +12,13 @@ tests/test_kernels.py holds each to its reference, tests/bench.py times it. The 
 order of operations is part of it, is the docstring of quads_min/nvfp4.py.
 
 Native and emulated. Blackwell's tensor cores multiply packed E2M1 under E4M3 block scales
-(`tl.dot_scaled`): the *native* path of gemm_kernel. Every other card decodes both operands to fp16,
-where code value * block scale is exact, and multiplies those: the *emulated* path, the same numbers
-up to the order of the fp32 sum. The emulated path runs on NVIDIA cards since sm_80 and, without any
-card, in Triton's interpreter (TRITON_INTERPRET=1). The native one has been compiled for sm_100 and
-sm_120 and its instruction checked; no such card has run it yet, so an engine checks every kernel
-against torch before the first use (`self_check`) and tells what it found.
+(`tl.dot_scaled`): the *native* path of gemm_kernel. Anything else (another card, Triton before 3.8)
+decodes both operands to fp16, where code value * block scale is exact, and multiplies those: the
+*emulated* path, the same numbers up to the order of the fp32 sum. The emulated path runs on NVIDIA
+cards since sm_80 and, without any card, in Triton's interpreter (TRITON_INTERPRET=1). The native
+one has been compiled for sm_100 and sm_120 and its instruction checked; no such card has run it
+yet, so an engine checks every kernel against torch before the first use (`self_check`) and tells
+what it found.
 
 Sizes: x (M, K), w (N, K) or (E, N, K). Packing and scales as in NVFP4Tensor:
 

@@ -8,8 +8,8 @@ For each prompt, a group of completions is sampled and rewarded. With the reward
                 / their number
 
 No KL term, no critic. At the first mini-batch the ratio is exactly 1, so the loss is minus the
-token-weighted mean advantage, near 0, while its gradient is the full policy gradient: watch the
-reward, not the loss.
+token-weighted mean advantage, near 0, while its gradient, - mean(advantage * gradient of logprob),
+is not: watch the reward, not the loss.
 
 Completions are sampled by the engine, so the ratio should really compare with `rollout_logprobs`.
 The difference is the *gap*, old_logprobs - rollout_logprobs per sampled token, with equal weights
