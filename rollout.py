@@ -130,6 +130,7 @@ class TritonExperts(TorchExperts):
             new = new._replace(scale=self.kernels.tile_scales(new.scale))
         if not self.stored:
             self.stored = new
+            return
         for mine, tensor in zip(self.stored, new, strict=True):
             mine.copy_(tensor)
 

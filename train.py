@@ -473,8 +473,8 @@ def cli(argv: list[str]) -> int:
             warm_start(configs[0])
             return 0
         for cfg in configs:  # fail now rather than after the runs before it
-            if not cfg.resume and (cfg.folder / "checkpoint.pt").exists():
-                raise ValueError(f"{cfg.folder} {runs.TAKEN}")
+            if not cfg.resume:
+                runs.check_free(cfg.folder)
         for cfg in configs:
             summary = main(cfg)
             print(report.header(), report.row(summary), sep="\n", flush=True)

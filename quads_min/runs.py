@@ -21,7 +21,6 @@ from quads_min import checkpoint, report
 
 # knobs that a resumed run may change (another device adds in another order; the rest is neutral)
 FREE = "out", "resume", "steps", "checkpoint_every", "log_every", "check_weights", "init", "device"
-TAKEN = "already holds a run; continue it with --resume or choose --out"
 # what a checkpoint holds besides the policy, for resuming
 PARTS = {"config": dict, "step": int, "optimizer": dict, "rng": dict, "log_bytes": int,
          "seconds": float}  # fmt: skip
@@ -36,13 +35,20 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"cannot write to {path} ({e.strerror}); choose another --out") from e
 
 
+def check_free(run: Path) -> None:
+    """ValueError if the folder holds a run: none is overwritten."""
+    log = run / "log.jsonl"
+    if (run / "checkpoint.pt").exists() or (log.exists() and log.stat().st_size):
+        raise ValueError(f"{run} already holds a run; continue it with --resume or choose --out")
+
+
 def find_checkpoint(run: Path, config: dict) -> dict | None:
     """The checkpoint to resume from, None for a new run; ValueError if it is another run's. To be
     called with the log open, so that no other process is about to write either."""
     path, log = run / "checkpoint.pt", run / "log.jsonl"
     held = log.stat().st_size
-    if not config["resume"] and (path.exists() or held):
-        raise ValueError(f"{run} {TAKEN}")
+    if not config["resume"]:
+        check_free(run)
     if not path.exists() and not held:
         return None
     state = checkpoint.load(path)
