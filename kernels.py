@@ -262,9 +262,10 @@ def choose_kernel(
 #
 # Emulated. A byte holds an even and an odd channel; two products, one over the even channels and
 # one over the odd ones, need no interleaving. Bit by bit, a nibble s e e m becomes the fp16 number
-# s 000ee m000000000, which is its value * 2^-14, subnormal code 1 included; the block scale times
-# 2^7 makes it exact again: value * s * 2^-7, at least 2^-17. Activations are decoded once, by
-# decode_kernel, into (packet, even | odd, row, column) planes; columns in the order of _columns.
+# s 000ee m000000000, which is its value * 2^-14, subnormal code 1 included. Times the block scale *
+# 2^7 (57344 at most, so it fits) that is value * s * 2^-7: at least 2^-17, exact; the sum takes the
+# 2^-14 of both operands back. Activations are decoded once, by decode_kernel, into (packet, even |
+# odd, row, column) planes.
 #
 # Order of summation, hence bits: tiles of BLOCK_K = 128 channels, even before odd, x^ before r^,
 # then the splits of K. None of it depends on the number of rows, so a row's result does not either.

@@ -12,7 +12,8 @@ trainer: the table is in quads_min/modes.py. What this loop leaves out, compared
 2. FP4 tensor cores: the planes of nvfp4.py give their numbers on any device, not their speed.
    kernels.py can use such cores, but has met none yet.
 3. Natural activation outliers: planted (model.py), since a toy grows none.
-4. Asynchrony between engine and trainer: rollouts are always from the current weights.
+4. Asynchrony between engine and trainer: rollouts are from the current weights, so that the gap
+   is that of arithmetic alone.
 5. A learning-rate schedule, weight decay, a KL term, dropout: one thing less to tune per mode.
 
 Next: rollout.py.
@@ -275,7 +276,7 @@ def main(cfg: Config) -> dict:
             old_logprobs, entropy, spread, square, choice, identical = map(
                 torch.cat, zip(*parts, strict=True)
             )
-            weights = grpo.importance_weights(
+            weights = grpo.importance_weights(  # ones, unless --correction asks for others
                 old_logprobs, rollout.logprobs, cfg.correction, cfg.correction_cap
             )
             if bad := engine.model.nonfinite() + policy.nonfinite():

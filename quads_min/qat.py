@@ -12,10 +12,12 @@ and activations (W4A4), or its FP4 tensor cores idle. The trainer quantizes weig
   first one's. In this toy the inputs differ so little that it does cancel most of it, and `sym`
   fails by not learning (README, C4).
 
-With V = W / o (o: model.py), rounded to bf16, and Q, DQ of nvfp4.py, one GEMM of the trainer is
+With V = W / o (o: the planted outliers, model.py), rounded to bf16, and Q, DQ of nvfp4.py, one
+GEMM of the trainer is
 
     forward    V^ = DQ(Q(V)),  y = x (V^)^T                      product of exact planes, then g
     backward   dL/dV = dL/dV^ = (dL/dy)^T x,  dL/dx = dL/dy V^   straight through: Q is skipped
+                                          (x: as multiplied, so DQ(Q(x)) in sym)
 
 hence dL/dW = dL/dV^ / o, by autograd through W / o. Every element passes its gradient, the block's
 maximum included. Next: modes.py, the table that picks the formats.
