@@ -17,12 +17,10 @@ import train
 from quads_min import checkpoint, grpo, runs
 from quads_min.modes import ARITHMETICS, MODES
 from quads_min.tasks import ChainTask
-from rollout import SHIPPED, Engine, cli
+from rollout import Engine, cli
 
-TINY = (
-    "--preset tiny --device cpu --prompts 4 --group-size 2 --eval-prompts 32 --eval-every 4 "
-    "--checkpoint-every 1 "
-)
+TINY = """--device cpu --prompts 4 --group-size 2 --eval-prompts 32 --eval-every 4
+    --checkpoint-every 1 """
 
 
 def argv(out, flags):
@@ -89,19 +87,11 @@ def test_the_warm_start_writes_a_bf16_checkpoint_that_init_starts_from(tmp_path,
     assert all(torch.equal(begun[name].float(), ended[name]) for name in begun)
 
 
-def test_a_policy_with_nan_is_never_written(tmp_path):
-    policy, task = checkpoint.load_policy(SHIPPED / "tiny.pt", ARITHMETICS["bf16"])
-    policy.norm.data[0] = torch.nan
-    with pytest.raises(FloatingPointError, match="not written, inf or NaN in norm"):
-        checkpoint.save(tmp_path / "x.pt", policy, task)
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("mode", ["quads", "bf16 --engine-drift 0.1"])
-def test_five_steps_and_five_more_equal_ten(tmp_path, mode):
-    ten = run(tmp_path / "ten", f"--steps 10 --mode {mode}")
-    run(tmp_path, f"--steps 5 --mode {mode}")
-    assert_same_run(ten, run(tmp_path, f"--steps 10 --resume --mode {mode}"))
+def test_five_steps_and_five_more_equal_ten(tmp_path):
+    """The noise of --engine-drift is torch's own, which resuming restores too."""
+    ten = run(tmp_path / "ten", "--engine-drift 0.1 --steps 10")
+    run(tmp_path, "--engine-drift 0.1 --steps 5")
+    assert_same_run(ten, run(tmp_path, "--engine-drift 0.1 --steps 10 --resume"))
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("QUADS_KILLS", 3))))
@@ -137,14 +127,13 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(whole, tmp_path, monkeypatc
     assert_same_run(whole, tmp_path / "quads-s0")
 
 
-def refuses(capsys, out, flags, said, files="*"):
+def refuses(capsys, out, flags, said, files="*.*"):
     """Exit status 2, one line, and nothing changes on disk but for empty files."""
-    before = {p: p.read_bytes() for p in out.rglob(files) if p.is_file() and p.stat().st_size}
+    before = {p: p.read_bytes() for p in out.rglob(files) if p.stat().st_size}
     assert train.cli(argv(out, flags)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train.py: error: ") and said in line
-    after = {p: p.read_bytes() for p in out.rglob(files) if p.is_file() and p.stat().st_size}
-    assert after == before
+    assert before == {p: p.read_bytes() for p in out.rglob(files) if p.stat().st_size}
 
 
 @pytest.mark.parametrize(("flags", "said"), [
@@ -153,33 +142,33 @@ def refuses(capsys, out, flags, said, files="*"):
     ("--warm-noise nan", "warm_noise"), ("--seed 5 --seeds 0", "exclude"),
     ("--out ''", "out must"), (f"--out {__file__}", "test_train.py"), ("--device x", "'x'"),
     ("--width 72", "multiple of 16"), ("--seeds 0,,1", "whole"), ("--init no.pt", "no.pt: not a "),
-    (f"--init {SHIPPED / 'base.pt'}", "base.pt: not of these sizes: size mismatch for "),
-    ("--top-k 1", "tiny.pt: not of these sizes: top_k is 2"), ("--rac-ratio nan", "rac_ratio must"),
-    ("--seeds 1,1", "named twice"), ("--warm-start --seeds 1,2", "makes one policy"),
+    ("--top-k 1", "tiny.pt: not of these sizes: top_k is 2"), ("--seeds 1,1", "named twice"),
+    ("--warm-start --seeds 1,2", "makes one policy"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(tmp_path, capsys, flags, said):
     refuses(capsys, tmp_path, flags, said)
 
 
 def test_a_run_is_never_overwritten_nor_written_by_two_nor_read_from_half_a_file(copy, capsys):
-    for mode in ("quads", "bf16,quads"):  # before the run of bf16, not after it
-        refuses(capsys, copy.parent, f"--steps 12 --mode {mode}", "quads-s0 already holds a run; ")
+    said = "quads-s0 already holds a run; "
+    refuses(capsys, copy.parent, "--mode bf16,quads", said)  # before the run of bf16, not after it
     with runs.Log(copy):
-        refuses(capsys, copy.parent, "--steps 12 --resume", "another process is writing this run")
-    path, flags = copy / "checkpoint.pt", "--steps 12 --resume"
-    with path.open("r+b") as file:
-        file.seek(99_999)
-        file.write(b"?")
-    refuses(capsys, copy.parent, flags, "not a readable checkpoint (ValueError('checksum of")
-    os.truncate(path, 99_999)
-    refuses(capsys, copy.parent, flags, "checkpoint.pt: not a readable checkpoint")
+        refuses(capsys, copy.parent, "--resume", "another process is writing this run")
+    path, content = copy / "checkpoint.pt", (copy / "checkpoint.pt").read_bytes()
+    path.write_bytes(content[:99_999] + b"?" + content[100_000:])
+    refuses(capsys, copy.parent, "--resume", "not a readable checkpoint (ValueError('checksum of")
     path.unlink()
-    refuses(capsys, copy.parent, flags, "not a readable checkpoint (FileNotFoundError")
+    refuses(capsys, copy.parent, "--resume", "not a readable checkpoint (FileNotFoundError")
 
 
 def half(content, path):
     path.write_bytes(b"half a checkpoint")
     raise OSError("No space left")
+
+
+def poisoned(run, policy, *rest, save=runs.save):
+    policy.norm.data[0] = torch.nan
+    save(run, policy, *rest)
 
 
 @pytest.mark.parametrize(("damage", "said"), [
@@ -191,21 +180,19 @@ def half(content, path):
     (lambda s, log, patch: s["weights"].pop("head"), "checkpoint.pt: not of these sizes: Missing"),
     (lambda s, log, patch: s.update(weights=os.getcwd), "not a readable checkpoint (Unpickling"),
     (lambda s, log, patch: s.update(format="quads_min checkpoint 0"), "expected a file of format"),
-    (lambda s, log, patch: s["config"].update(seed=1), "other knobs than this: seed=1"),
     (lambda s, log, patch: s["config"].pop("clip"), "other knobs than this: clip=None"),
     (lambda s, log, patch: log.write_text(log.read_text().replace('"seed": 0', '"seed": 1')),
      "its log is of a run with other knobs than this: seed=1"),
-    (lambda s, log, patch: s["model"].update(top_k=1), "not of these sizes: top_k is 1 there"),
     (lambda s, log, patch: s["weights"].update(head=s["weights"]["head"].int()), "floating-point"),
     (lambda s, log, patch: s.update(step=13), "already at step 13, past --steps 12"),
     (lambda s, log, patch: log.unlink(), "log.jsonl: missing, or shorter"),
     (lambda s, log, patch: os.truncate(log, 99), "log.jsonl: missing, or shorter"),
     (lambda s, log, patch: s["weights"]["head"].fill_(torch.nan), "step 11: inf or NaN in head"),
-    (lambda s, log, patch: s["weights"]["layers.0.gate_up.weight"].fill_(3e38), "NaN in input of"),
     (lambda s, log, patch: patch(ChainTask, "rewards", lambda *_: torch.arange(8) / 0), "loss nan"),
     (lambda s, log, patch: patch(Engine, "sync", lambda e, sync=Engine.sync: e.programs or sync(e)),
      "step 12: engine and trainer multiply other weights"),
     (lambda s, log, patch: patch(torch, "save", half), "what it held is kept (No space left"),
+    (lambda s, log, patch: patch(runs, "save", poisoned), "not written, inf or NaN in norm"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named_and_the_checkpoint_stays(copy, monkeypatch, capsys, damage, said):
     """A checkpoint damaged, hostile or another run's, a log cut short, a step that fails."""
@@ -213,7 +200,7 @@ def test_what_is_wrong_is_named_and_the_checkpoint_stays(copy, monkeypatch, caps
     state = checkpoint.load(path)
     damage(state, copy / "log.jsonl", monkeypatch.setattr)
     save(state, path)
-    refuses(capsys, copy.parent, "--steps 12 --resume --checkpoint-every 9", said, "*.pt")
+    refuses(capsys, copy.parent, "--steps 12 --resume --checkpoint-every 9", said, "*.pt*")
 
 
 def test_rollout_evaluates_a_run_as_its_log_did(whole, capsys, monkeypatch):
@@ -222,9 +209,5 @@ def test_rollout_evaluates_a_run_as_its_log_did(whole, capsys, monkeypatch):
     last = [f"{100 * logged(whole, 'eval')[-1][k]:.1f}" for k in ("trainer", "deployed")]
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == last
     assert cli([*flags, "w4a5"]) == 2 and "unknown w4a5" in capsys.readouterr().err
-
-    def ctrl_c(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "generate", ctrl_c)
+    monkeypatch.setattr(Engine, "generate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert cli([*flags, "w4a4"]) == 130
