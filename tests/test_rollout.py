@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import rollout
 from quads_min import checkpoint, grpo, nvfp4
 from quads_min.modes import ARITHMETICS, MODES
 from rollout import SHIPPED, Engine, held_out_prompts, sample
@@ -54,27 +53,22 @@ def test_logprobs_are_those_of_the_sampled_tokens(name):
     assert found.median() < (1e-2 if "rac" in name else 1e-5)
 
 
-def test_tokens_follow_the_policy_and_the_noise_alone_up_to_the_first_eos():
-    """4,096 samples of one prompt: the frequency of each first token is within 5 sigma of its p."""
+def test_tokens_follow_the_noise_alone_up_to_the_first_eos():
     _, task, engine = tiny()
-    prompts, out = generate(engine, task, count=1, samples=4096, temperature=1.5)
-    p = (engine.model(prompts[:1]).logits[0, -1] / 1.5).softmax(-1)
-    seen = torch.bincount(out.tokens[:, 0], minlength=task.vocab) / 4096
-    assert ((seen - p).abs() <= 5 * (p * (1 - p) / 4096).sqrt() + 1e-6).all()
+    out, again, other = (generate(engine, task, 64, seed=s, temperature=2.0)[1] for s in (0, 0, 1))
     ends, N = out.tokens == task.eos, task.max_new_tokens
     assert torch.equal(out.lengths, torch.where(ends.any(1), ends.int().argmax(1) + 1, N))
     past = out.tokens[~grpo.token_mask(out.lengths, N)]
     assert (past == task.pad).all() and len(past)  # some do stop early at this temperature
-    (_, a), (_, b), (_, c) = (generate(engine, task, seed=s) for s in (0, 0, 1))
-    assert all(map(torch.equal, a, b)) and not torch.equal(a.tokens, c.tokens)
+    assert all(map(torch.equal, out, again)) and not torch.equal(out.tokens, other.tokens)
 
 
 def test_rac_chooses_its_mask_over_running_sequences_alone(monkeypatch):
-    seen, original = [], nvfp4.encode_with_residual
+    seen, encode = [], nvfp4.encode_with_residual
 
-    def spy(x, ratio, unit, rows=None):
-        seen.append(x.shape[0] if rows is None else int(rows.sum()))
-        return original(x, ratio, unit, rows=rows)
+    def spy(x, *settings, rows):
+        seen.append(len(x) if rows is None else int(rows.sum()))
+        return encode(x, *settings, rows=rows)
 
     monkeypatch.setattr(nvfp4, "encode_with_residual", spy)
     _, task, engine = tiny("w4a4+rac")
@@ -84,25 +78,6 @@ def test_rac_chooses_its_mask_over_running_sequences_alone(monkeypatch):
     layers, top_k = engine.model.config.layers, engine.model.config.top_k
     assert seen == [n for tokens in read for n in (tokens, tokens * top_k) * layers]
     assert read[-1] < 64
-
-
-def test_both_expert_gemm_inputs_lie_on_the_fp4_grid(monkeypatch):
-    """A run that skips one is not W4A4."""
-    inputs, original = [], rollout.grouped_matmul
-
-    def spy(x, w, routing):
-        inputs.append(x.plane.unflatten(-1, (-1, 16)).abs())
-        return original(x, w, routing)
-
-    monkeypatch.setattr(rollout, "grouped_matmul", spy)
-    _, task, engine = tiny("w4a4")
-    generate(engine, task, count=4)
-    assert len(inputs) == 2 * engine.model.config.layers * task.max_new_tokens
-    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    grid = (steps.unsqueeze(1) / steps[1:]).flatten()  # any code over the block's largest code
-    for blocks in inputs:
-        levels = blocks / blocks.amax(-1, keepdim=True).clamp(min=1e-30)
-        assert (levels.unsqueeze(-1) - grid).abs().amin(-1).max() < 1e-6
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("w4a4", 4.5), ("fp8", 8)])
@@ -116,22 +91,13 @@ def test_the_engine_holds_the_bytes_of_its_format_and_leaves_the_policy_alone(na
     assert all(map(torch.equal, policy.parameters(), masters))
 
 
-def test_drift_widens_the_gap_and_zero_drift_changes_nothing():
-    outs = []
-    for settings in {}, {"drift": 0.0}, {"drift": 0.05}:
-        _, task, engine = tiny("w4a16", **settings)
-        outs.append(generate(engine, task)[1].logprobs)
-    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
-
-
 def test_the_shipped_policy_knows_the_task_and_bad_requests_are_refused():
-    policy, task, engine = tiny()
+    _, task, engine = tiny()
     prompts = held_out_prompts(task, 512)
     assert 0.4 < sample(engine, task, prompts)[1].mean() < 0.7
-    with pytest.raises(ValueError, match="temperature must be above 0"):
-        engine.generate(prompts, 2, task.eos, task.pad, temperature=0.0)
-    with pytest.raises(ValueError, match=f"exceed max_len={policy.config.max_len}"):
-        engine.generate(prompts, 20, task.eos, task.pad)
+    for count, temperature, said in (2, 0.0, "must be above 0"), (20, 1.0, "exceed max_len=18"):
+        with pytest.raises(ValueError, match=said):
+            engine.generate(prompts, count, task.eos, task.pad, 1, temperature)
     with pytest.raises(ValueError, match="backend must be one of auto, torch"):
         tiny(backend="cuda")
 
@@ -145,7 +111,7 @@ def test_replayed_graph_equals_eager_after_new_inputs_and_a_sync(name):
     for p in policy.parameters():
         p.data.mul_(1.01)
     engine.sync()
-    replayed, eager = (generate(engine, task, seed=2, eager=e)[1] for e in (False, True))
+    replayed, eager = (generate(engine, task, eager=e)[1] for e in (False, True))
     assert all(map(torch.equal, replayed, eager))
 
 
