@@ -43,9 +43,8 @@ import {", ".join(modules)}, rollout, train"""
 
 def test_the_wheel_holds_the_package_and_its_checkpoints_alone():
     tomllib = pytest.importorskip("tomllib")
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    shipped = {"quads_min": ["checkpoints/*.pt"]}
-    assert setuptools == {"packages": ["quads_min"], "package-data": shipped}
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert tool == {"packages": ["quads_min"], "package-data": {"quads_min": ["checkpoints/*.pt"]}}
 
 
 @pytest.mark.parametrize("preset", train.PRESETS)
