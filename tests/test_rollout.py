@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import rollout
 from quads_min import checkpoint, grpo, nvfp4
 from quads_min.modes import ARITHMETICS, MODES
 from rollout import SHIPPED, Engine, held_out_prompts, sample
@@ -78,6 +79,22 @@ def test_rac_chooses_its_mask_over_running_sequences_alone(monkeypatch):
     layers, top_k = engine.model.config.layers, engine.model.config.top_k
     assert seen == [n for tokens in read for n in (tokens, tokens * top_k) * layers]
     assert read[-1] < 64
+
+
+def test_both_expert_gemm_inputs_are_quantized(monkeypatch):
+    """A run that skips one is not W4A4. Quantizing again changes nothing, but for g's last bit."""
+    inputs, multiply = [], rollout.grouped_matmul
+
+    def spy(x, *rest):
+        inputs.append(x.value())
+        return multiply(x, *rest)
+
+    monkeypatch.setattr(rollout, "grouped_matmul", spy)
+    _, task, engine = tiny("w4a4")
+    generate(engine, task, count=4)
+    assert len(inputs) == 2 * engine.model.config.layers * task.max_new_tokens
+    for x in inputs:
+        torch.testing.assert_close(nvfp4.encode(x).dequantize(), x, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("w4a4", 4.5), ("fp8", 8)])

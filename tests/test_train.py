@@ -157,6 +157,8 @@ def test_a_run_is_never_overwritten_nor_written_by_two_nor_read_from_half_a_file
     path, content = copy / "checkpoint.pt", (copy / "checkpoint.pt").read_bytes()
     path.write_bytes(content[:99_999] + b"?" + content[100_000:])
     refuses(capsys, copy.parent, "--resume", "not a readable checkpoint (ValueError('checksum of")
+    path.write_bytes(content[:99_999])
+    refuses(capsys, copy.parent, "--resume", "not a readable checkpoint (BadZipFile")
     path.unlink()
     refuses(capsys, copy.parent, "--resume", "not a readable checkpoint (FileNotFoundError")
 
