@@ -55,12 +55,15 @@ def dense_logits(c, w, tokens, choice):
     return F.rms_norm(h, (c.width,), w["norm"], 1e-6) @ w["head"].T
 
 
-@mark.parametrize("top_k", [2, 3])
-def test_logits_and_every_gradient_equal_a_dense_autograd_reference(top_k):
-    """In norm, up to four bf16 steps of 2^-8 in every entry: the reference does not round."""
+@mark.parametrize(("top_k", "replayed"), [(2, False), (3, False), (2, True)])
+def test_logits_and_every_gradient_equal_a_dense_autograd_reference(top_k, replayed):
+    """In norm, up to four bf16 steps of 2^-8 in every entry: the reference does not round. A
+    replayed choice, too, is weighted by the dense probabilities, renormalized, and teaches."""
     policy, tokens = policy_of(top_k=top_k, width=48, heads=3), torch.randint(18, (4, 9))
+    replay = torch.rand(2, 36, 4).topk(top_k).indices if replayed else None  # any, in any order
     w = {n: p.detach().clone().requires_grad_() for n, p in policy.named_parameters()}
-    out = policy(tokens)
+    out = policy(tokens, replay=replay)
+    assert not replayed or torch.equal(torch.stack(out.choice), replay)
     logits = dense_logits(policy.config, w, tokens, out.choices(4))
     for x in out.logits, logits:
         F.cross_entropy(x.flatten(0, 1), tokens.flip(0).flatten()).backward()
