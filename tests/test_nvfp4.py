@@ -4,7 +4,7 @@ The oracle is numpy with the E2M1 and E4M3 casts of ml_dtypes. It shares no code
 every step of it rounds to float32, so all comparisons are of raw bytes: no tolerance to choose.
 """
 
-from itertools import pairwise, product
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,6 @@ SHAPES = ((16,), (1, 16), (0, 32), (5, 80), (33, 80), (2, 3, 48), (2, 0, 2, 16),
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)  # all but the NaN, 0x7F
 NORMAL = torch.randn(1025, 80, generator=torch.Generator().manual_seed(0))
 VALUES = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-MIDPOINTS, EVEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0)
 
 
 def oracle(x, outer="row", outer_of=None):
@@ -99,37 +98,21 @@ def one_row(*values, amax=2688.0):
 def test_quantize_equals_the_oracle_bit_for_bit(device, x):
     for outer in OUTER if x.dim() > 1 and x.shape[-2] else OUTER[:1]:
         q, want = quantize(x.to(device), outer), oracle(x.float().numpy(), outer)
-        assert raw(*q, dequantize(q)) == raw(*want) and np.isfinite(want[3]).all()
-        assert raw(nvfp4.encode(x.to(device), outer).dequantize()) == raw(want[3])
-        assert (q.scale.view(torch.uint8) < 0x7F).all()  # no NaN, whatever came in
+        x_hat = nvfp4.encode(x.to(device), outer).dequantize()
+        assert raw(*q, dequantize(q), x_hat) == raw(*want, want[3]) and np.isfinite(want[3]).all()
 
 
 @pytest.mark.parametrize("exponent", [-100, 0, 100])
 def test_all_16_codes_and_127_scales_round_trip(exponent):
     """x = scale * value, so bytes are known without an oracle. A block of scale 0 stores code 0.
     The planes have at most 6 significant bits, from 2^-10 to 2688: exact in bf16 and fp16."""
-    x = (SCALES.float()[:, None] * VALUES).view(1, -1) * 2.0**exponent
+    grid = (SCALES.float()[:, None] * VALUES).view(1, -1)
+    x = grid * 2.0**exponent
     q, packed = quantize(x), torch.arange(0x10, 0x100, 0x22).byte().repeat(127, 1)  # 10, 32, 54, ..
     packed[0] = 0
     assert raw(q.packed, q.scale) == raw(packed.view(1, -1), SCALES.view(1, -1))
     assert torch.equal(dequantize(q), x) and raw(*quantize(dequantize(q))) == raw(*q)
-    planes = nvfp4.unpack(q).planes()
-    assert torch.equal(planes.double().view(127, 16), SCALES.double()[:, None] * VALUES.double())
-    assert all(torch.equal(planes.to(dtype).float(), planes) for dtype in DTYPES)
-
-
-@pytest.mark.parametrize(("block", "amax", "decoded"), [
-    # random data never hits a midpoint; -0.25 becomes -0, never -0.5
-    ([6, *MIDPOINTS, *(-v for v in MIDPOINTS)], 2688, [6, *EVEN, *(-v for v in EVEN)]),
-    # v * (1 / s) = 1.75 is a midpoint, to 2; v / s = 1.74999988 would give 1.5
-    ([6 * 0.013671875, 0.0239257794], 2688, [6 * 0.013671875, 2 * 0.013671875]),
-    ([0.0059], 2688, [3 * 2**-9]), ([-0.005, 0.003, -0.0], 2688, [0.0]),  # a dead block has no sign
-    ([0.0], 3, [0.0]), ([0.0], 0, [0.0]),  # on bits: a signal-to-noise figure would hide a NaN
-])  # fmt: skip
-def test_values_are_rounded_to_even_and_zeros_stay_zeros(block, amax, decoded):
-    for outer in OUTER:
-        q = quantize(one_row(*block, amax=amax), outer)
-        assert raw(dequantize(q)) == raw(one_row(*decoded, amax=amax))
+    assert all(torch.equal(nvfp4.unpack(q).planes().to(dtype).float(), grid) for dtype in DTYPES)
 
 
 @pytest.mark.parametrize(("bmax", "amax", "scale"), [
@@ -144,30 +127,25 @@ def test_block_scales_round_to_even_and_have_no_floor(bmax, amax, scale):
     assert quantize(one_row(bmax, amax=amax)).scale[0, 0].item() == scale
 
 
-def test_bytes_of_codes_and_scales():
-    """The even index is in the low nibble. A bare cast to E4M3 is NaN above 464 here and there."""
-    for pair, byte in (([1.0, 6.0], 0x72), ([-0.5, 3.0], 0x59)):
-        assert quantize(one_row(*pair, 6.0)).packed[0, 0] == byte
-    for scale, byte in ((256, 0x78), (240, 0x77), (448, 0x7E)):
-        assert quantize(one_row(6.0 * scale)).scale.view(torch.uint8)[0, 0] == byte
-    for scale in (448.0, 464.0, 464.1, 480.0, 1e30):
-        e = nvfp4._encode_blocks(torch.full((1, 16), scale), torch.full((1, 1), 6.0))  # S / 6 = 1
-        assert e.scale.item() == 448 and (e.value == 6).all()
-    q, rows = quantize(torch.ones(1, 16)), torch.stack([torch.zeros(16), torch.ones(16)])
-    assert (q.packed.numel(), q.scale.numel()) == (8, 1)
-    for outer, x in product(OUTER, (rows, rows[:1])):  # a row of zeros beside ones, and alone
-        assert raw(dequantize(quantize(x, outer))) == raw(x)
+def test_reciprocals_round_to_even_dead_blocks_have_no_sign_and_block_scales_saturate():
+    """v * (1 / s) = 1.75 is a midpoint, to 2; v / s = 1.74999988 would give 1.5. A bare cast to
+    E4M3 is NaN above 464 here and there."""
+    s = 0.013671875
+    for block, decoded in ([6 * s, 0.0239257794], [6 * s, 2 * s]), ([-0.005, 0.003, -0.0], [0.0]):
+        assert raw(dequantize(quantize(one_row(*block)))) == raw(one_row(*decoded))
+    bmax = torch.tensor([448, 464, 464.1, 480, 1e30]).unsqueeze(1)
+    e = nvfp4._encode_blocks(bmax.expand(5, 16), torch.full((5, 1), 6.0))  # S / 6 = 1
+    assert (e.scale == 448).all() and (e.value == 6).all()
 
 
-@pytest.mark.parametrize(("M", "K"), [(129, 80), (1025, 16)])
-def test_a_row_never_depends_on_its_batch_mates_nor_on_strides(M, K):
+def test_a_row_never_depends_on_its_batch_mates_nor_on_strides():
     """Every M in 1..129: the first M packets of the whole; and a lone row gives its own."""
-    x = NORMAL[:M, :K].bfloat16()
+    x = NORMAL[:129].bfloat16()
     for m, first in product(range(1, 130), (0, -1)):
         rows = slice(first % m, m)
         assert raw(*quantize(x[rows])) == raw(*(part[rows] for part in quantize(x)))
-    for view in (x[:128].t(), x[::3], x.expand(2, M, K)):
-        before = view.clone(memory_format=torch.contiguous_format)
+    for view in (x[:128].t(), x[::3], x.expand(2, 129, 80)):
+        before = view.contiguous()  # a copy
         assert raw(*quantize(view)) == raw(*quantize(before)) and torch.equal(view, before)
 
 
@@ -200,14 +178,10 @@ def test_the_residual_split_equals_the_oracle_bit_for_bit(device, x, ratio, unit
 def test_the_mask_keeps_most_energy_and_ties_go_to_the_lower_index():
     """max(1, floor(ratio * groups + 0.5)) groups, but 0 at ratio 0."""
     residual = -torch.tensor([1.0, 3, 2, 3, 2, 0, 2, 3]).repeat_interleave(16).expand(3, 128)
-    order = [1, 3, 7, 2, 4, 6, 0, 5]
+    order = torch.tensor([1, 3, 7, 2, 4, 6, 0, 5])
     for ratio, kept in ((0, 0), (1e-9, 1), (3 / 16, 2), (0.4, 3), (0.5, 4), (0.5625, 5), (1, 8)):
-        mask = choose_channels(residual, ratio, "block").view(8, 16)
-        assert mask.all(1).nonzero().flatten().tolist() == sorted(order[:kept])
-        assert mask.any(1).sum() == kept
-    for unit, M in product(("block", "channel"), (0, 3)):  # no energy: still a definite choice
-        mask = choose_channels(torch.zeros(M, 512), 0.25, unit)
-        assert torch.equal(mask, torch.arange(512) < 128)
+        want = torch.isin(torch.arange(8), order[:kept]).repeat_interleave(16)
+        assert torch.equal(choose_channels(residual, ratio, "block"), want)
 
 
 def test_dead_rows_do_not_choose():
@@ -218,18 +192,6 @@ def test_dead_rows_do_not_choose():
         residual[~rows] = torch.where(want, 0.0, huge)
         assert torch.equal(choose_channels(residual, 0.25, "block", rows), want)
         assert not torch.equal(choose_channels(residual, 0.25, "block"), want)
-
-
-def test_compensation_shrinks_the_error():
-    """At ratio 1 to a scale step, max|r| / 6 * 18/17: half the widest E2M1 gap, and the most that
-    E4M3 rounds up; 2^-20 is for fp32."""
-    x = NORMAL[:64, :64]
-    r = x - nvfp4.encode(x).dequantize()
-    left = [(r - split(x, ratio)[1].dequantize()).abs() for ratio in (0, 0.25, 0.5, 0.75, 1)]
-    assert torch.equal(left[0], r.abs()) and all((e <= left[0] * (1 + 2**-20)).all() for e in left)
-    assert all(b.square().sum() < a.square().sum() for a, b in pairwise(left))
-    steps = left[0].view(64, 4, 16).amax(-1) / 6 * (18 / 17) * (1 + 2**-20)
-    assert (left[-1].view(64, 4, 16).amax(-1) <= steps).all()
 
 
 def test_sums_add_adjacent_pairs():
