@@ -12,22 +12,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from pytest import approx, mark, raises
+from test_model import policy_of
 
 from quads_min import grpo
+from quads_min.modes import ARITHMETICS
+from rollout import Engine
 
 settings.register_profile("here", deadline=None, derandomize=True)
 settings.load_profile("here")
 
 
-def test_log_softmax_is_fp32_whatever_the_logits_and_at_the_temperature():
+def test_both_sides_take_logprobs_at_the_sampling_temperature():
+    """Logits [2, 0] at 0.5: log p(0) = -log(1 + e^-4) = -0.01815; token 1 at its rate (4 sigma)."""
+    policy = policy_of(layers=1)
+    for p, value in (policy.embed, 1), (policy.layers[0].out, 0), (policy.layers[0].down.weight, 0):
+        p.data.fill_(value)  # without attention and experts norm(h) is 1 in bf16
+    policy.head.data[:] = torch.tensor([2 / 32, 0.0] + [-99.0] * 16).unsqueeze(1)
+    prompts, noise = torch.zeros(4000, 2, dtype=torch.int64), torch.Generator().manual_seed(0)
+    out = Engine(policy, ARITHMETICS["bf16"]).generate(prompts, 1, 16, 17, 1, 0.5, noise)
+    mine, _ = grpo.token_logprobs(policy(prompts, logits_from=1).logits, out.tokens, 0.5)
+    want, p = torch.tensor([-0.01815, -4.01815])[out.tokens], 1 / (1 + e**4)
+    for logprobs in mine, out.logprobs:
+        torch.testing.assert_close(logprobs, want, rtol=0, atol=5e-6)
+    assert abs(out.tokens.float().mean() - p) < 4 * (p * (1 - p) / 4000) ** 0.5
+
+
+def test_log_softmax_is_fp32_whatever_the_logits():
     """The third log-prob of [12, .3, -1.7] is -13.7000; a bf16 log-softmax gives -13.6875."""
     logits, third = torch.tensor([[12.0, 0.3, -1.7]]), torch.tensor([2])
     assert grpo.token_logprobs(logits, third, 1.0)[0].item() == approx(-13.7000, abs=5e-5)
     half = logits.bfloat16()
     assert torch.equal(*(grpo.token_logprobs(x, third, 1.0)[0] for x in (half, half.float())))
     p = np.exp([2, 4, 6]) / np.exp([2, 4, 6]).sum()
-    found = grpo.token_logprobs(torch.tensor([[1.0, 2, 3]]), third, 0.5)
-    assert [x.item() for x in found] == approx([np.log(p[2]), -(p * np.log(p)).sum()])
+    entropy = grpo.token_logprobs(torch.tensor([[1.0, 2, 3]]), third, 0.5)[1]
+    assert entropy.item() == approx(-(p * np.log(p)).sum())
 
 
 REWARDS = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(2, 9)),
@@ -49,7 +67,7 @@ def test_rewards_are_of_any_dtype_and_of_groups():
     """0.35 * 7 / 7 rounds to another number than 0.35, yet equal rewards give exactly 0."""
     A = grpo.group_advantages
     assert A(torch.tensor([[1, 0, 0, 0]]))[0].tolist() == approx([3**0.5] + [-(3**-0.5)] * 3)
-    assert not A(torch.full((1, 7), 0.35)).any()
+    assert not A(torch.full((1, 7), 0.35)).any() and not A(torch.tensor([[1, 1], [0, 0]])).any()
     for shape in (4, 1), (4, 0), (4,), (2, 2, 2):
         with raises(ValueError, match="G >= 2"):
             A(torch.ones(shape))
@@ -93,7 +111,9 @@ def test_the_loss_is_the_clipped_term_over_real_tokens_whatever_the_padding(B, T
 
 @mark.parametrize("B", [3, 40])  # fewer and more than 100 tokens
 def test_mismatch_equals_numpy_over_real_tokens(B):
-    """p99 is the smallest |gap| that at least 99% do not exceed. Padding is poisoned with 50."""
+    """p99 is the smallest |gap| that at least 99% do not exceed. Padding is poisoned with 50. KL at
+    d = -0.1 is 0.0048374; d of the other sign would give 0.0051709."""
+    assert grpo.kl_k3(torch.zeros(1), torch.tensor([-0.1])).item() == approx(0.0048374, abs=5e-8)
     rng = np.random.default_rng(0)
     mask = np.arange(9) < rng.integers(1, 10, (B, 1))
     old, engine = (-rng.random((B, 9)).astype(np.float32) for _ in range(2))

@@ -28,6 +28,7 @@ OUTER = ("row", "tensor")
 SHAPES = ((16,), (1, 16), (0, 32), (5, 80), (33, 80), (2, 3, 48), (2, 0, 2, 16), (1025, 16))
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)  # all but the NaN, 0x7F
 NORMAL = torch.randn(1025, 80, generator=torch.Generator().manual_seed(0))
+MIDPOINTS, EVEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0)
 VALUES = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -127,12 +128,26 @@ def test_block_scales_round_to_even_and_have_no_floor(bmax, amax, scale):
     assert quantize(one_row(bmax, amax=amax)).scale[0, 0].item() == scale
 
 
-def test_reciprocals_round_to_even_dead_blocks_have_no_sign_and_block_scales_saturate():
-    """v * (1 / s) = 1.75 is a midpoint, to 2; v / s = 1.74999988 would give 1.5. A bare cast to
-    E4M3 is NaN above 464 here and there."""
-    s = 0.013671875
-    for block, decoded in ([6 * s, 0.0239257794], [6 * s, 2 * s]), ([-0.005, 0.003, -0.0], [0.0]):
-        assert raw(dequantize(quantize(one_row(*block)))) == raw(one_row(*decoded))
+@pytest.mark.parametrize(("block", "amax", "decoded"), [
+    # random data never hits a midpoint; -0.25 becomes -0, never -0.5
+    ([6, *MIDPOINTS, *(-v for v in MIDPOINTS)], 2688, [6, *EVEN, *(-v for v in EVEN)]),
+    # v * (1 / s) = 1.75 is a midpoint, to 2; v / s = 1.74999988 would give 1.5
+    ([6 * 0.013671875, 0.0239257794], 2688, [6 * 0.013671875, 2 * 0.013671875]),
+    ([0.0059], 2688, [3 * 2**-9]), ([-0.005, 0.003, -0.0], 2688, [0.0]),  # a dead block has no sign
+    ([0.0], 3, [0.0]), ([0.0], 0, [0.0]),  # on bits: a signal-to-noise figure would hide a NaN
+])  # fmt: skip
+def test_values_are_rounded_to_even_and_zeros_stay_zeros(block, amax, decoded):
+    for outer in OUTER:
+        q = quantize(one_row(*block, amax=amax), outer)
+        assert raw(dequantize(q)) == raw(one_row(*decoded, amax=amax))
+
+
+def test_bytes_of_codes_and_scales():
+    """The even index is in the low nibble. A bare cast to E4M3 is NaN above 464 here and there."""
+    for pair, byte in (([1.0, 6.0], 0x72), ([-0.5, 3.0], 0x59)):
+        assert quantize(one_row(*pair, 6.0)).packed[0, 0] == byte
+    for scale, byte in ((256, 0x78), (240, 0x77), (448, 0x7E)):
+        assert quantize(one_row(6.0 * scale)).scale.view(torch.uint8)[0, 0] == byte
     bmax = torch.tensor([448, 464, 464.1, 480, 1e30]).unsqueeze(1)
     e = nvfp4._encode_blocks(bmax.expand(5, 16), torch.full((5, 1), 6.0))  # S / 6 = 1
     assert (e.scale == 448).all() and (e.value == 6).all()

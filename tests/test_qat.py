@@ -1,6 +1,7 @@
 """qat.py, and what the two sides owe each other: same weights, fresh weights, replay."""
 
 import torch
+import torch.nn.functional as F
 from pytest import approx, mark, raises
 from test_model import policy_of
 
@@ -96,6 +97,34 @@ def test_equal_arithmetic_on_both_sides_leaves_the_gap_of_the_residual_stream():
         old, mask = grpo.token_logprobs(logits, out.tokens, 1.0)[0], grpo.token_mask(out.lengths, 9)
         gap.append(grpo.mismatch(out.logprobs, old, mask)["gap_mean"])
     assert 0 < gap[0] / 1.4 < gap[1] < gap[0] * 1.4 and gap[2] > 5 * gap[0], gap
+
+
+class Marker(model.ExpertLinear):
+    """gate_up (with outliers) gives ones; down marks a slot with its expert, one-hot."""
+
+    def product(self, x, routing, live):
+        expert = routing.expert_of_tile[routing.row_of_slot // routing.tile_rows]
+        return F.one_hot(expert, self.shape[1]).float() ** (self.outliers is None)
+
+
+@mark.parametrize(("replay", "want"), [
+    (None, [0.625, 0.375, 0, 0]), ([3, 0], [10 / 11, 0, 0, 1 / 11]),
+])  # fmt: skip
+def test_a_replayed_choice_is_weighted_by_the_dense_probabilities_renormalized(replay, want):
+    """p = [.5, .3, .15, .05], live {0, 1}, replayed {0, 3}: .909 / .091. The router learns, by
+    dg_i / dlogits_k = g_i ([i = k] - g_k). 3e-6: 1 / sqrt(1 + 1e-6) in the norm, |log p| <= 3."""
+    config = model.ModelConfig(18, 24, width=16, experts=4, expert_width=16, heads=1)
+    layer, want = model.Layer(config, torch.ones(16), Marker, model.route), torch.tensor(want)
+    layer.out.data.zero_()  # no attention: norm(h) is 1 everywhere
+    layer.router.data[:] = torch.tensor([[0.5], [0.3], [0.15], [0.05]]).log() / 16
+    turn, taken = torch.zeros(2, 1, 8), replay and torch.tensor([replay])
+    h, choice, _ = layer(torch.ones(1, 1, 16), turn, 0, None, None, taken)
+    torch.testing.assert_close(h[0, 0, :4] - 1, want, rtol=0, atol=3e-6)
+    assert replay is None or choice[0].tolist() == replay
+    h[0, 0, want.argmax()].backward()
+    slope = want.max() * (torch.eye(4)[want.argmax()] - want)
+    expected = slope.unsqueeze(1).expand(4, 16)
+    torch.testing.assert_close(layer.router.grad, expected, rtol=0, atol=3e-6)
 
 
 @mark.parametrize(("args", "message"), [

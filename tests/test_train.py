@@ -77,6 +77,13 @@ def test_every_mode_trains_and_its_first_ratio_is_one(tmp_path, monkeypatch, fla
         assert "replay" not in flags or step["choice_mismatch"] == 0
 
 
+def test_the_first_mini_batchs_ratio_is_one_and_the_seconds_is_not(tmp_path, monkeypatch):
+    policy_loss, seen = grpo.policy_loss, []
+    monkeypatch.setattr(grpo, "policy_loss", lambda *a: seen.append(a) or policy_loss(*a))
+    run(tmp_path, "--steps 1 --group-size 8 --mode bf16")
+    assert [torch.equal(new, old) for new, old, *_ in seen] == [True, False]
+
+
 def test_the_warm_start_writes_a_bf16_checkpoint_that_init_starts_from(tmp_path, capsys):
     """At a learning rate of almost 0 the run ends where it started."""
     path = run(tmp_path, "--warm-start --warm-steps 3 --warm-batch 8") / "tiny.pt"
