@@ -22,14 +22,12 @@ pytest.importorskip("triton", "3.8", reason="the kernels need Triton")
 ROOT = Path(__file__).parent.parent
 BLACKWELL, OLDER = (100, 120), (80, 90)
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program may have
-TENSOR_COLUMNS = 512  # of sm_100's tensor memory
 MULTIPLY = {  # block16 and scale_vec::4X are two names of a scale for 16 channels
     80: r"mma\.sync\S*\.m16n8k16\S*\.f32\.f16\.f16\.f32",
     90: r"wgmma\.mma_async\S*\.f32\.f16\.f16",
     100: r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.(block16|scale_vec::4X)",
     120: r"mma\.sync\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X\S*\.e2m1\.e2m1\.f32\.ue4m3",
 }
-FP4 = r"mxf4|e2m1|block_scale"
 DECODED = r"mma\S*(kind::f16|\.b?f16)|cvt\S*e2m1|bf16x2"  # codes turned into numbers first
 
 
@@ -38,9 +36,8 @@ def builds(tmp_path_factory):
     """(arch, kernel, note) -> records of compile_for.py, in a process a card, two at a time."""
 
     def build(arch):
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        path = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
-        env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp(f"sm_{arch}")), "PYTHONPATH": path}
+        env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+        env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp(f"sm_{arch}"))
         command = [sys.executable, ROOT / "tests/compile_for.py", str(arch)]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
@@ -62,7 +59,7 @@ def test_every_kernel_compiles_and_fits(builds, arch):
     names = set(re.findall(r"^def (\w+_kernel)\(", (ROOT / "kernels.py").read_text(), re.M))
     assert {r["kernel"] for r in records} == names - ({"decode_kernel"} if arch >= 100 else set())
     for r in records:
-        fits = r["shared"] <= SHARED[arch] and r["tensor_columns"] <= TENSOR_COLUMNS
+        fits = r["shared"] <= SHARED[arch] and r["tensor_columns"] <= 512  # of sm_100's memory
         assert r["elf"] and fits, f"{r['kernel']} {r['constants']}"
 
 
@@ -89,11 +86,9 @@ def test_blackwell_multiplies_packed_codes_under_e4m3_scales(builds, arch):
 @pytest.mark.parametrize("arch", OLDER)
 def test_older_cards_multiply_fp16(builds, arch):
     """On the tensor cores, and without an instruction that they lack."""
-    gemms = builds(arch, "gemm_kernel")
-    assert len({(r["constants"]["GROUPED"], r["constants"]["RESIDUAL"]) for r in gemms}) == 4
-    for r in gemms:
-        multiplies = re.search(MULTIPLY[arch], r["ptx"]) and not re.search(FP4, r["ptx"])
-        assert multiplies, r["constants"]
+    for r in builds(arch, "gemm_kernel"):
+        assert re.search(MULTIPLY[arch], r["ptx"]), r["constants"]
+        assert not re.search("mxf4|e2m1|block_scale", r["ptx"]), r["constants"]
 
 
 def test_controls_what_is_not_native_is_seen(builds):
