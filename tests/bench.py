@@ -9,7 +9,6 @@ must move once: a W4A4 weight is 0.5625 B, bf16 2 B, fp8 1 B.
 """
 
 import argparse
-import math
 import statistics
 import sys
 from functools import partial
@@ -100,7 +99,7 @@ def bench_gemm() -> None:
     """Dense N = K = 4096, and both expert GEMMs of MOE."""
     for layer, (E, top_k, N, K) in {"dense": (0, 1, 4096, 4096), **MOE}.items():
         shape, native = (E, N, K)[not E :], PATH == "native"
-        wb = copies(lambda: normal(*shape), W4 * math.prod(shape))
+        wb = copies(lambda: normal(*shape), W4 * max(E, 1) * N * K)
         w8 = [nvfp4.encode_fp8(w) for w in wb]
         ws = [kernels.quantize(w, "tensor", check=False) for w in wb]
         if native:
