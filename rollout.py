@@ -38,7 +38,7 @@ from quads_min import analysis, checkpoint, nvfp4, runs
 from quads_min.grpo import token_logprobs
 from quads_min.model import Cache, ExpertLinear, MoETransformer, Routing, route
 from quads_min.modes import ARITHMETICS, Arithmetic
-from quads_min.qat import Operand, encode_activation, grouped_matmul
+from quads_min.qat import Operand, encode_operand, grouped_matmul
 from quads_min.tasks import ChainTask
 
 SHIPPED = Path(checkpoint.__file__).parent / "checkpoints"  # the warm-started policies
@@ -96,7 +96,7 @@ class TorchExperts(ExpertLinear):
     def product(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
         a = self.arithmetic
         if not a.rac_ratio:
-            return grouped_matmul(encode_activation(x, a.activations), self.operand, routing)
+            return grouped_matmul(encode_operand(x, a.activations), self.operand, routing)
         main, residual, _ = nvfp4.encode_with_residual(x, a.rac_ratio, a.rac_unit, rows=live)
         x_hat = Operand(main.planes(), main.global_scale)
         return grouped_matmul(x_hat, self.operand, routing, residual.planes())

@@ -110,17 +110,14 @@ class Config:
              "a positive number"),
             ("steps checkpoint_every log_every eval_every eval_prompts layers prompts minibatches "
              "warm_steps warm_batch", lambda v: v >= 1, "1 or more"),
+            ("minibatches", lambda v: self.prompts % v == 0,
+             f"a divisor of prompts={self.prompts}: a mini-batch holds whole groups"),
             ("engine_drift", lambda v: 0 <= v < inf, "0 or more"),
             ("warm_noise rac_ratio", lambda v: 0 <= v <= 1, "from 0 to 1"),
         ):  # fmt: skip
             for name in names.split():
                 if not good(getattr(self, name)):
                     raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-        if self.prompts % self.minibatches:
-            raise ValueError(
-                f"prompts={self.prompts} must be a multiple of minibatches={self.minibatches}: "
-                "a mini-batch holds whole groups"
-            )
         check_device(self.device)
         _ = self.task, self.model, self.arithmetics  # their own checks
 

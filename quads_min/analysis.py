@@ -26,7 +26,7 @@ import torch
 from quads_min import grpo, nvfp4, report
 from quads_min.model import MoETransformer
 from quads_min.modes import ARITHMETICS, MODES, Arithmetic
-from quads_min.qat import Operand, encode_activation, grouped_matmul, make_policy
+from quads_min.qat import Operand, encode_operand, grouped_matmul, make_policy
 from quads_min.tasks import ChainTask
 
 RATIOS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
@@ -74,7 +74,7 @@ def listen(model: MoETransformer, choose: Callable | None = None, zero_planted: 
             heard[name].append(Call(main.dequantize() + extra.dequantize(), y, lost))
         else:
             y = original(x, routing, live)
-            heard[name].append(Call(encode_activation(x, a.activations).value(), y))
+            heard[name].append(Call(encode_operand(x, a.activations).value(), y))
         return y
 
     for name, linear in model.expert_linears().items():

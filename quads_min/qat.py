@@ -44,7 +44,12 @@ class Operand(NamedTuple):
         return self.plane if self.scale is None else self.plane * self.scale
 
 
-def _encode(x: torch.Tensor, fmt: str, outer: str) -> Operand:
+def encode_operand(x: torch.Tensor, fmt: str, outer: str = "row") -> Operand:
+    """x, rounded to bf16, in format `fmt`: what a GEMM of either side multiplies. Detached.
+
+    Activations (rows, K) are encoded by row (and without RAC), weights V (E, N, K) by "tensor".
+    """
+    x = x.detach().to(torch.bfloat16)
     if fmt == "bf16":
         return Operand(x.float(), None)
     if fmt == "fp8":
@@ -52,16 +57,6 @@ def _encode(x: torch.Tensor, fmt: str, outer: str) -> Operand:
         return Operand(plane.float(), scale)
     encoded = nvfp4.encode(x, outer)
     return Operand(encoded.planes(), encoded.global_scale)
-
-
-def encode_weight(v: torch.Tensor, fmt: str) -> Operand:
-    """V (E, N, K), rounded to bf16, in format `fmt`: what the GEMM of either side multiplies."""
-    return _encode(v.detach().to(torch.bfloat16), fmt, "tensor")
-
-
-def encode_activation(x: torch.Tensor, fmt: str) -> Operand:
-    """x (rows, K) bf16 in format `fmt`, without residual compensation."""
-    return _encode(x.detach(), fmt, "row")
 
 
 def grouped_matmul(x: Operand, w: Operand, routing: Routing, residual: torch.Tensor | None = None):
@@ -116,8 +111,8 @@ class FakeQuantExperts(model.ExpertLinear):
 
     def product(self, x: torch.Tensor, routing: Routing, live: torch.Tensor | None) -> torch.Tensor:
         v = self.scaled_weight()
-        self.consumed = encode_weight(v, self.arithmetic.weights)
-        x_hat = encode_activation(x, self.arithmetic.activations)
+        self.consumed = encode_operand(v, self.arithmetic.weights, "tensor")
+        x_hat = encode_operand(x, self.arithmetic.activations)
         return StraightThroughMatmul.apply(x, v, x_hat, self.consumed, routing)
 
 

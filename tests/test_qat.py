@@ -36,8 +36,8 @@ def test_forward_and_backward_use_both_quantized_operands_and_skip_the_quantizer
     x, dy = torch.randint(-8, 9, (257, 48)).float(), torch.randint(-8, 9, (257 * top_k, 32)).float()
     y = layer(x.requires_grad_(), model.route(choice, 4), None)
     y.backward(dy)
-    x_hat = qat.encode_activation((x * o).bfloat16(), a.activations).value()
-    v_hat = qat.encode_weight(layer.weight / o, a.weights).value()
+    x_hat = qat.encode_operand((x * o).bfloat16(), a.activations).value()
+    v_hat = qat.encode_operand(layer.weight / o, a.weights, "tensor").value()
     assert not layer.weight.grad[0].any() and not torch.equal(v_hat, layer.weight / o)
     want = zip(per_slot(x_hat, v_hat, choice, dy),
                per_slot(x_hat.abs(), v_hat.abs(), choice, dy.abs()), strict=True)  # fmt: skip

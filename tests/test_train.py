@@ -144,7 +144,7 @@ def refuses(capsys, out, flags, said, files="*.*"):
 
 
 @pytest.mark.parametrize(("flags", "said"), [
-    ("--mode quad", "mode must be one of"), ("--preset x", "'x'"), ("--prompts 5", "minibatches=2"),
+    ("--mode quad", "mode must be one of"), ("--preset x", "'x'"), ("--prompts 5", "prompts=5: "),
     ("--lr nan", "lr must be"), ("--group-size 1", "group_size"), ("--steps 0", "steps must be 1"),
     ("--warm-noise nan", "warm_noise"), ("--seed 5 --seeds 0", "exclude"),
     ("--out ''", "out must"), (f"--out {__file__}", "test_train.py"), ("--device x", "'x'"),
