@@ -4,7 +4,7 @@
     quantize_kernel  | rows to packed NVFP4; RAC's residual | nvfp4.encode, encode_with_residual
                      | packets and their energies           |   (bit for bit)
     choose_kernel    | RAC's mask of blocks, from energies  | nvfp4.choose_groups (bit for bit)
-    decode_kernel    | packed activations to fp16 planes    | Encoded.planes (bit for bit)
+    decode_kernel    | packed activations to fp16 planes    | Encoded.planes * 2^-7 (bit for bit)
     gemm_kernel      | x w^T, dense or for routed experts   | dequantize, matmul in fp64
     combine_kernel   | the splits of K, summed              |   (to fp32 summation error)
 

@@ -1,6 +1,6 @@
 """The RL loop of QUADS: it ties the engine (rollout.py) to the trainer (quads_min/).
 
-    python train.py --mode quads                    one run: 2 minutes, on a GPU less
+    python train.py --mode quads                    one run: two minutes or less
     python train.py --mode all --seeds 0,1,2        every row of the table, one after the other
 
 A mode is a pair of arithmetics for the routed experts' GEMMs, one of the engine and one of the
@@ -290,7 +290,7 @@ def main(cfg: Config) -> dict:
                 if not torch.isfinite(loss + grad_norm):
                     raise FloatingPointError(
                         f"step {step + 1}, mini-batch {i + 1}: loss {loss.item():g}, gradient norm "
-                        f"{grad_norm.item():g}; the last checkpoint holds the weights before it"
+                        f"{grad_norm.item():g}; the last checkpoint is from before it"
                     )
 
                 # 7. step

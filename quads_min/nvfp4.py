@@ -215,7 +215,7 @@ def encode_with_residual(
 
     Args:
         x: (..., K), as in `quantize`; a row has its own global scale.
-        ratio: share of the groups that m keeps, 0 to 1: max(1, floor(ratio * groups + 0.5)).
+        ratio: share of the groups that m keeps: max(1, floor(ratio * groups + 0.5)), 0: none.
         unit: "block" (16 channels share their fate, as they share a scale) or "channel".
         rows: x.shape[:-1] bool: the rows whose residual counts in choosing m; None: all.
         mask: (K,) bool: use this m and choose nothing.

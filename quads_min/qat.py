@@ -41,6 +41,7 @@ class Operand(NamedTuple):
     scale: torch.Tensor | None  # x: (rows, 1); w: (E, 1, 1) or (E, N, 1); fp32; None: 1
 
     def value(self) -> torch.Tensor:
+        """x^ as the GEMM has it, (value * s_b) * g: `dequantize`, but for the last bit."""
         return self.plane if self.scale is None else self.plane * self.scale
 
 
